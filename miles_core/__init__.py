@@ -1,0 +1,1 @@
+"""Miles Flow: the library behind the flows and the command line. It never imports prefect."""

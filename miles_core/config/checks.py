@@ -1,0 +1,54 @@
+"""Rules between fields of the configuration; each message says which field to change and how."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from miles_core.config.schema import MilesConfig
+
+
+def cross_field_errors(config: MilesConfig) -> list[str]:
+    """Every violated rule, as one line for a person."""
+    errors = []
+    rollout, training, server = config.rollout, config.training, config.agent_server
+    if config.model.hf_checkpoint is None and config.model.model_recipe is None:
+        errors.append(
+            "model.hf_checkpoint: no policy is given; set --hf-checkpoint to a Hugging Face "
+            "directory, or --model-recipe to a recipe of a small model"
+        )
+    if server.agent_timeout >= server.agent_trial_timeout:
+        errors.append(
+            f"agent_server.agent_trial_timeout: {server.agent_trial_timeout:g} s must be above "
+            f"agent_timeout ({server.agent_timeout:g} s), or the client gives up while the "
+            f"sandbox still runs; set --agent-trial-timeout {server.agent_timeout * 4 / 3:g}"
+        )
+    if rollout.min_group_size > rollout.n_samples_per_prompt:
+        errors.append(
+            f"rollout.min_group_size: {rollout.min_group_size} is above n_samples_per_prompt "
+            f"({rollout.n_samples_per_prompt}), so every group would be dropped"
+        )
+    trajectories = rollout.rollout_batch_size * rollout.n_samples_per_prompt
+    if trajectories % training.global_batch_size:
+        errors.append(
+            f"training.global_batch_size: {training.global_batch_size} does not divide the "
+            f"{trajectories} trajectories of a step (rollout_batch_size x n_samples_per_prompt); "
+            f"set --global-batch-size {trajectories}"
+        )
+    if rollout.rollout_max_response_len > rollout.max_seq_len:
+        errors.append(
+            f"rollout.rollout_max_response_len: {rollout.rollout_max_response_len} is above "
+            f"max_seq_len ({rollout.max_seq_len})"
+        )
+    if training.max_tokens_per_gpu < rollout.max_seq_len:
+        errors.append(
+            f"training.max_tokens_per_gpu: {training.max_tokens_per_gpu} cannot hold one "
+            f"trajectory of max_seq_len ({rollout.max_seq_len}); set --max-tokens-per-gpu "
+            f"{rollout.max_seq_len}"
+        )
+    if training.num_trainer_ranks % training.tensor_model_parallel_size:
+        errors.append(
+            f"training.num_trainer_ranks: {training.num_trainer_ranks} is not a multiple of "
+            f"tensor_model_parallel_size ({training.tensor_model_parallel_size})"
+        )
+    return errors
