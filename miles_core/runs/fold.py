@@ -80,7 +80,7 @@ class RunState:
             self.trials["running"] = running
 
     def _stage(self, event: dict[str, Any]) -> None:
-        if self.state in ("new", "interrupted", *FINAL_STATES):
+        if event["state"] != "ended" and self.state != "running":
             self.state, self.detail = "running", ""
         if event.get("step") is not None and event["step"] != self.step:
             self._enter_step(event["step"])
