@@ -1,0 +1,65 @@
+"""`rollout_data/<step>.pt`: what a step is trained on."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+from miles_core.rollout.loop import Group
+from miles_core.rollout.trajectory import Trajectory
+from miles_core.runs.files import write_atomic
+
+
+def write_rollout(
+    path: Path, step: int, weight_version: int, rows: list[str], groups: list[Group]
+) -> None:
+    """Write the groups as tensors; see docs/contracts.md for the layout.
+
+    `rows` are the task ids of all rows of the step, dropped groups included: a restart compares
+    them with what it draws before it uses the dump.
+    """
+    import torch
+
+    data = {
+        "step": step,
+        "weight_version": weight_version,
+        "rows": rows,
+        "groups": [
+            {
+                "group_id": group.group_id,
+                "instance_id": group.instance_id,
+                "trajectories": [_trajectory(trajectory) for trajectory in group.trajectories],
+            }
+            for group in groups
+        ],
+    }
+    buffer = io.BytesIO()
+    torch.save(data, buffer)
+    write_atomic(path, buffer.getvalue())
+
+
+def _trajectory(trajectory: Trajectory) -> dict[str, Any]:
+    import torch
+
+    return {
+        "trial_id": trajectory.trial_id,
+        "reward": trajectory.verdict.reward,
+        "verdict": trajectory.verdict.model_dump(mode="json"),
+        "samples": [
+            {
+                "tokens": torch.tensor(sample["tokens"], dtype=torch.int64),
+                "loss_mask": torch.tensor(sample["loss_mask"], dtype=torch.uint8),
+                "logprobs": torch.tensor(sample["logprobs"], dtype=torch.float32),
+                "turns": sample["turns"],
+            }
+            for sample in trajectory.samples
+        ],
+    }
+
+
+def read_rollout(path: Path) -> dict[str, Any]:
+    """The content of a dump."""
+    import torch
+
+    return torch.load(path, weights_only=True)
