@@ -18,7 +18,9 @@ FINISH_S = 20.0
 class Tracker:
     """Sends metrics from a thread of its own. The run's id is kept over all attempts."""
 
-    def __init__(self, config: TrackingConfig, run_id: str, directory: Path, settings: dict[str, Any]):
+    def __init__(
+        self, config: TrackingConfig, run_id: str, directory: Path, settings: dict[str, Any]
+    ):
         self._queue: queue.Queue[tuple[int, dict[str, Any]] | None] = queue.Queue(maxsize=1000)
         self._thread: threading.Thread | None = None
         if config.wandb_mode == "disabled":

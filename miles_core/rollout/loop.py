@@ -86,16 +86,16 @@ class RolloutLoop:
         async with asyncio.TaskGroup() as tasks:
             members = [
                 tasks.create_task(
-                    self._run_place(Place(step, group.group_id, member, row.instance_id), row, finished)
+                    self._run_place(
+                        Place(step, group.group_id, member, row.instance_id), row, finished
+                    )
                 )
                 for member in range(self._config.n_samples_per_prompt)
             ]
         group.trajectories = [t for task in members if (t := task.result()) is not None]
         if len(group.trajectories) < self._config.min_group_size:
             reason = f"{len(group.trajectories)} members of {len(members)} have a verdict"
-            self._journal.append(
-                "group_dropped", step=step, group_id=group.group_id, reason=reason
-            )
+            self._journal.append("group_dropped", step=step, group_id=group.group_id, reason=reason)
             return None
         self._journal.append(
             "group_ready", step=step, group_id=group.group_id, rewards=group.rewards

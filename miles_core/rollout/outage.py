@@ -57,5 +57,5 @@ class OutageGate:
 
     async def passed(self) -> None:
         """Return once the gate is open."""
-        while (left := self._closed_until - time.monotonic()) > 0:
-            await asyncio.sleep(min(left, 1.0))
+        while (left := self._closed_until - time.monotonic()) > 0:  # noqa: ASYNC110
+            await asyncio.sleep(left)

@@ -1,0 +1,330 @@
+"""One attempt of a run: services and ranks up, then step after step until the last."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import time
+from collections.abc import AsyncIterator, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+from miles_core.agent_server.client import AgentServerClient
+from miles_core.checkpoints import store
+from miles_core.cluster.fleet import Fleet, Inputs
+from miles_core.cluster.no_signal import NoSignal
+from miles_core.cluster.tracking import Tracker
+from miles_core.cluster.trainers import TrainerGroup
+from miles_core.data.source import PromptSource, Row
+from miles_core.engines.client import EngineClient
+from miles_core.rollout.dump import read_rollout, write_rollout
+from miles_core.rollout.loop import Group, RolloutLoop, journal_start
+from miles_core.rollout.place import TrialRunner
+from miles_core.runs import fold, journal, retention
+from miles_core.runs.directory import RunDir
+from miles_core.runs.metrics import append_metrics
+from miles_core.sessions.client import SessionClient
+from miles_core.training.config import trainer_config
+
+log = logging.getLogger("miles.attempt")
+
+T = TypeVar("T")
+
+
+class Interrupted(Exception):
+    """The attempt was asked to stop; what was trained is saved."""
+
+
+class Attempt:
+    """State of one Ray job of a run."""
+
+    def __init__(self, run: RunDir, events: journal.Journal, number: int):
+        self.run_dir = run
+        self.config = run.load_config()
+        self.inputs = Inputs.load(run)
+        self.number = number
+        self.step = 0
+        self._journal = events
+        self._stop = asyncio.Event()
+        self._fleet = Fleet(run, self.config, self.inputs, number)
+        self._saved_iteration = 0
+        self._unsaved: dict[str, Any] | None = None
+        self._tracker = Tracker(
+            self.config.tracking,
+            run.path.name,
+            run.path / "wandb",
+            self.config.model_dump(mode="json"),
+        )
+        self._trainers: TrainerGroup | None = None
+        self._agents: AgentServerClient | None = None
+        self._no_signal = NoSignal(self.config.rollout.no_signal_steps, events)
+
+    # ---- start and end ---------------------------------------------------------------
+
+    def interrupt(self) -> None:
+        """Ask the attempt to end; called by a signal handler."""
+        log.warning("asked to stop")
+        self._stop.set()
+
+    async def close(self) -> None:
+        """End everything that this attempt started; the sandboxes of its trials too."""
+        if self._agents is not None:
+            for instance in self._fleet.session_instances:
+                with contextlib.suppress(Exception):  # best effort: leases end them otherwise
+                    await asyncio.wait_for(self._agents.flush(instance), 15)
+        if self._trainers is not None:
+            self._trainers.kill()
+        self._fleet.stop()
+        self._tracker.finish()
+
+    async def run(self) -> None:
+        """Train all steps that are left."""
+        checkpoint = store.latest(self.run_dir.checkpoints)
+        self.step = 0 if checkpoint is None else checkpoint.iteration
+        source = PromptSource(
+            self.inputs.rows, seed=self.config.run.seed, shuffle=self.config.data.shuffle
+        )
+        rollout = self.config.rollout
+        self._journal.append(
+            "run_started",
+            attempt=self.number,
+            from_step=self.step,
+            steps_total=rollout.num_rollout,
+            rows=len(source),
+            groups_per_step=rollout.rollout_batch_size,
+            group_size=rollout.n_samples_per_prompt,
+        )
+        if checkpoint is not None:
+            source.restore(checkpoint.state["cursor"])
+            self._saved_iteration = checkpoint.iteration
+            self._reconcile(checkpoint.state)
+        async with self._stage("services"):
+            await self._start_services(None if checkpoint is None else str(checkpoint.path))
+        try:
+            await self._steps(source)
+        except Interrupted:
+            if self._unsaved is not None:
+                await self._save(self._unsaved)
+            raise
+
+    def _reconcile(self, state: dict[str, Any]) -> None:
+        """Journal a step whose checkpoint was published just before a crash."""
+        done = fold.fold(journal.read(self.run_dir.journal)).rewards
+        last = self.step - 1
+        if last >= 0 and last not in done:
+            self._journal_trained(last, state["metrics"])
+
+    async def _start_services(self, load: str | None) -> None:
+        training = self.config.training
+        self._fleet.start()
+        self._trainers = TrainerGroup(
+            trainer_config(self.config, hf_checkpoint=self.inputs.hf_checkpoint),
+            training.num_trainer_ranks,
+        )
+        setup = self._trainers.setup(load or self.inputs.torch_dist, self.inputs.ref_torch_dist)
+        _, engine_urls = await asyncio.gather(self._guard(setup), self._fleet.wait_engines())
+        session_urls = await self._fleet.wait_sessions()
+        self._engines = EngineClient(engine_urls)
+        self._sessions = SessionClient(
+            session_urls,
+            self.inputs.session_token,
+            external_host=self.config.sessions.session_server_external_host
+            or os.environ.get("MILES_NODE_EXTERNAL_IP"),
+        )
+        self._agents = AgentServerClient(self.inputs.agent_server_url, self.inputs.agent_token)
+        await self._flush_earlier_attempts(self._agents)
+        health = await self._agents.health()
+        wanted = self.config.rollout.max_concurrent_trials or (
+            self.config.rollout.rollout_batch_size * self.config.rollout.n_samples_per_prompt
+        )
+        runner = TrialRunner(
+            self.config, self._agents, self._sessions, journal_start(self._journal)
+        )
+        self._rollout = RolloutLoop(
+            self.config.rollout,
+            runner,
+            self._journal,
+            self.run_dir.trials,
+            concurrency=max(1, min(wanted, health.capacity)),
+        )
+
+    async def _flush_earlier_attempts(self, agents: AgentServerClient) -> None:
+        """Free the sandboxes that a killed attempt left behind."""
+        for instance in self._fleet.earlier_instances():
+            ended = await agents.flush(instance)
+            if ended:
+                log.info("ended %d trials of an earlier attempt", len(ended))
+
+    # ---- steps -----------------------------------------------------------------------
+
+    async def _steps(self, source: PromptSource) -> None:
+        assert self._trainers is not None
+        total = self.config.rollout.num_rollout
+        await self._push()
+        while self.step < total:
+            rows = source.draw(self.config.rollout.rollout_batch_size)
+            path = await self._roll_out(rows)
+            metrics = await self._train(path)
+            self.step += 1
+            self._unsaved = {
+                "iteration": self.step,
+                "weight_version": self.step + 1,
+                "cursor": source.state(),
+                "metrics": metrics,
+            }
+            if self.step % self.config.checkpoint.save_interval == 0 or self.step == total:
+                await self._save(self._unsaved)
+            self._journal_trained(self.step - 1, metrics)
+            if self.step < total:
+                if self._stop.is_set():
+                    raise Interrupted
+                await self._push()
+            self._prune()
+        await self._export()
+
+    async def _roll_out(self, rows: list[Row]) -> Path:
+        """The step's dump: of an earlier attempt, when it holds these very rows, else made now."""
+        path = self.run_dir.rollout_path(self.step)
+        ids = [row.instance_id for row in rows]
+        if path.exists() and read_rollout(path)["rows"] == ids:
+            self._journal.append("stage", name="rollout", state="skipped", step=self.step)
+            return path
+        async with self._stage("rollout"):
+            groups = await self._guard(self._rollout.run_step(self.step, rows), interruptible=True)
+            await asyncio.to_thread(write_rollout, path, self.step, self.step + 1, ids, groups)
+        append_metrics(self.run_dir.metrics, self.step, "rollout", _rollout_metrics(groups))
+        return path
+
+    async def _train(self, path: Path) -> dict[str, Any]:
+        assert self._trainers is not None
+        async with self._stage("train"):
+            directory = self.run_dir.train_dir(self.step)
+            metrics: dict[str, Any] = await self._guard(
+                self._trainers.call("train", self.step, str(path), str(directory))
+            )
+        append_metrics(self.run_dir.metrics, self.step, "train", metrics)
+        rewards = [
+            [trajectory["reward"] for trajectory in group["trajectories"]]
+            for group in read_rollout(path)["groups"]
+        ]
+        self._no_signal.record(self.step, rewards)
+        flat = [reward for group in rewards for reward in group]
+        metrics = {**metrics, "reward_mean": sum(flat) / len(flat)}
+        self._tracker.log(self.step, metrics)
+        return metrics
+
+    def _journal_trained(self, step: int, metrics: dict[str, Any]) -> None:
+        self._journal.append("step_trained", step=step, metrics=metrics)
+
+    async def _save(self, state: dict[str, Any]) -> None:
+        assert self._trainers is not None
+        started = time.monotonic()
+        root = self.run_dir.checkpoints
+        async with self._stage("save"):
+            directory = await asyncio.to_thread(store.begin, root, self.step)
+            await self._guard(self._trainers.call("save", str(directory)))
+            path = await asyncio.to_thread(
+                store.publish,
+                directory,
+                root,
+                self.step,
+                state,
+                self.config.run.keep_checkpoints,
+            )
+        self._saved_iteration = self.step
+        self._unsaved = None
+        self._journal.append(
+            "checkpoint_saved",
+            iteration=self.step,
+            path=str(path),
+            seconds=round(time.monotonic() - started, 3),
+        )
+
+    async def _push(self) -> None:
+        """Give the engines the trainer's weights under the version `step + 1`."""
+        assert self._trainers is not None
+        version = self.step + 1
+        directory = self.run_dir.weights_dir(version)
+        async with self._stage("push"):
+            await self._guard(self._trainers.call("export_hf", str(directory)))
+            await self._guard(self._engines.update_weights(str(directory), version))
+        self._journal.append("weights_pushed", version=version, step=self.step)
+        for old in directory.parent.iterdir():
+            if old != directory:
+                shutil.rmtree(old)
+
+    async def _export(self) -> None:
+        """The trained policy as a Hugging Face directory, `RUN/model`."""
+        assert self._trainers is not None
+        final = self.run_dir.path / "model"
+        partial = final.with_name(".model.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        await self._guard(self._trainers.call("export_hf", str(partial)))
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        shutil.rmtree(self.run_dir.weights, ignore_errors=True)
+
+    def _prune(self) -> None:
+        state = fold.fold(journal.read(self.run_dir.journal))
+        retention.prune(
+            self.run_dir,
+            steps_done=self.step,
+            resume_from=self._saved_iteration,
+            trial_steps=state.trial_steps,
+            keep_dumps=self.config.run.keep_dumps,
+            keep_trials=self.config.run.keep_trials,
+        )
+
+    # ---- helpers ---------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def _stage(self, name: str) -> AsyncIterator[None]:
+        """Journal the begin and end of a stage."""
+        started = time.monotonic()
+        self._journal.append("stage", name=name, state="started", step=self.step)
+        yield
+        seconds = round(time.monotonic() - started, 3)
+        self._journal.append("stage", name=name, state="ended", step=self.step, seconds=seconds)
+        log.info("step %d: %s took %.1f s", self.step, name, seconds)
+
+    async def _guard(self, work: Coroutine[Any, Any, T], interruptible: bool = False) -> T:
+        """Wait for `work` while the services live; raises ServiceError once one has ended.
+
+        A stop request ends interruptible work at once. Other work is waited for, so that
+        nothing is half done.
+        """
+        task = asyncio.ensure_future(work)
+        watch = asyncio.ensure_future(self._fleet.watch())
+        waits: set[asyncio.Future[Any]] = {task, watch}
+        if interruptible:
+            waits.add(asyncio.ensure_future(self._stop.wait()))
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            if watch.done():
+                watch.result()
+            raise Interrupted
+        finally:
+            for other in waits:
+                other.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+
+
+def _rollout_metrics(groups: list[Group]) -> dict[str, Any]:
+    trajectories = [t for group in groups for t in group.trajectories]
+    rewards = [reward for group in groups for reward in group.rewards]
+    count = len(trajectories)
+    return {
+        "reward_mean": sum(rewards) / count,
+        "reward_max": max(rewards),
+        "groups": len(groups),
+        "groups_with_spread": sum(len(set(group.rewards)) > 1 for group in groups),
+        "trajectories": count,
+        "turns_mean": sum(t.model_calls for t in trajectories) / count,
+        "tokens_mean": sum(t.trained_tokens for t in trajectories) / count,
+        "trial_seconds_mean": sum(t.seconds for t in trajectories) / count,
+    }

@@ -1,0 +1,127 @@
+"""The services that an attempt starts beside its ranks: session servers and engines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+
+import httpx
+
+from miles_core.cluster.services import Service
+from miles_core.config.schema import MilesConfig
+from miles_core.runs.directory import RunDir
+
+READY_S = 180.0
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the preparing tasks made for this run, and the tokens of its services."""
+
+    rows: str
+    hf_checkpoint: str
+    torch_dist: str
+    ref_torch_dist: str
+    agent_server_url: str
+    agent_token: str | None
+    session_token: str
+
+    @classmethod
+    def load(cls, run: RunDir) -> Inputs:
+        paths = json.loads((run.path / "inputs.json").read_text())
+        secrets = json.loads((run.path / "cluster" / "secrets.json").read_text())
+        return cls(
+            **paths,
+            agent_token=secrets.get("HARBOR_ADMIN_SECRET"),
+            session_token=secrets["MILES_SESSION_TOKEN"],
+        )
+
+
+class Fleet:
+    """Starts, watches and ends the services of one attempt."""
+
+    def __init__(self, run: RunDir, config: MilesConfig, inputs: Inputs, attempt: int):
+        self._run = run
+        self._config = config
+        self._inputs = inputs
+        self._directory = run.attempt_dir(attempt) / "services"
+        self._attempt = attempt
+        self.session_instances: list[str] = []
+        self._engines: list[Service] = []
+        if not config.engine.engine_urls:
+            self._engines = [self._engine(i) for i in range(config.engine.num_engines)]
+        self._sessions: list[Service] = []
+
+    def _engine(self, index: int) -> Service:
+        engine = self._config.engine
+        argv = ["miles_core.engines.server", "--model", self._inputs.hf_checkpoint]
+        argv += ["--host", self._config.sessions.miles_host_ip, "--port", "0"]
+        argv += ["--threads", str(engine.engine_threads), "--dtype", engine.engine_dtype]
+        argv += ["--max-running-requests", str(engine.max_running_requests)]
+        tokens = engine.max_running_requests * self._config.rollout.max_seq_len
+        argv += ["--max-total-tokens", str(tokens)]
+        argv += ["--seed", str(self._config.run.seed + index + 1000 * self._attempt)]
+        if engine.record_generations:
+            argv += ["--record-dir", str(self._run.engine_log)]
+        threads = {"OMP_NUM_THREADS": str(engine.engine_threads)}
+        return Service(f"engine-{index}", argv, self._directory, threads)
+
+    def _session_server(self, index: int, engine_urls: list[str]) -> Service:
+        sessions = self._config.sessions
+        port = 0 if sessions.session_server_port is None else sessions.session_server_port + index
+        argv = ["miles_core.sessions.server", "--host", sessions.miles_host_ip]
+        argv += ["--port", str(port), "--tokenizer", self._inputs.hf_checkpoint]
+        argv += ["--chat-family", sessions.chat_family]
+        for url in engine_urls:
+            argv += ["--engine-url", url]
+        env = {"MILES_SESSION_TOKEN": self._inputs.session_token, "OMP_NUM_THREADS": "1"}
+        return Service(f"session-server-{index}", argv, self._directory, env)
+
+    def start(self) -> None:
+        """Start the engines; the session servers follow once these have addresses."""
+        for engine in self._engines:
+            engine.start()
+
+    async def wait_engines(self) -> list[str]:
+        """URLs of the engines, once they serve."""
+        urls = self._config.engine.engine_urls or list(
+            await asyncio.gather(*(engine.wait_ready(READY_S) for engine in self._engines))
+        )
+        count = self._config.sessions.session_server_workers
+        self._sessions = [self._session_server(i, urls) for i in range(count)]
+        for server in self._sessions:
+            server.start()
+        return urls
+
+    async def wait_sessions(self) -> list[str]:
+        """URLs of the session servers, once they serve; notes their instance ids on disk."""
+        urls = list(await asyncio.gather(*(s.wait_ready(READY_S) for s in self._sessions)))
+        async with httpx.AsyncClient(timeout=30) as client:
+            for url in urls:
+                health = (await client.get(f"{url}/health")).raise_for_status().json()
+                self.session_instances.append(health["session_server_instance_id"])
+        path = self._directory / "session-instances.json"
+        path.write_text(json.dumps(self.session_instances))
+        return urls
+
+    def earlier_instances(self) -> list[str]:
+        """Instance ids of the session servers of earlier attempts."""
+        found: list[str] = []
+        for path in sorted(self._run.attempts.glob("*/services/session-instances.json")):
+            if path.parent != self._directory:
+                found += json.loads(path.read_text())
+        return found
+
+    async def watch(self, interval_s: float = 0.5) -> None:
+        """Return never; raises ServiceError when a service has ended."""
+        while True:
+            for service in [*self._engines, *self._sessions]:
+                if service.process is not None:
+                    service.check()
+            await asyncio.sleep(interval_s)
+
+    def stop(self) -> None:
+        """End every service."""
+        for service in [*self._sessions, *self._engines]:
+            service.stop()
