@@ -1,0 +1,70 @@
+"""The checkpoint's tokenizer, as plain functions between text and ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from miles_core.errors import UserError
+
+
+class ChatTokenizer:
+    """Encodes and decodes text with its special tokens; safe to use from several threads.
+
+    Reads `tokenizer.json` and `tokenizer_config.json` (and `generation_config.json`, when there)
+    of a Hugging Face directory.
+    """
+
+    def __init__(self, directory: Path | str) -> None:
+        self.directory = Path(directory)
+        path = self.directory / "tokenizer.json"
+        if not path.is_file():
+            raise UserError(
+                f"no tokenizer.json in {self.directory}",
+                "Give the directory of a Hugging Face checkpoint with a fast tokenizer.",
+            )
+        self._tokenizer = Tokenizer.from_file(str(path))
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.config = self._read("tokenizer_config.json")
+        self.generation_config = self._read("generation_config.json")
+
+    def _read(self, name: str) -> dict[str, Any]:
+        path = self.directory / name
+        return json.loads(path.read_text("utf-8")) if path.is_file() else {}
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`; special tokens in it become their ids and none is added."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`, special tokens included; bytes that are no UTF-8 become U+FFFD."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def id_of(self, token: str) -> int | None:
+        return self._tokenizer.token_to_id(token)
+
+    def token_of(self, token_id: int) -> str | None:
+        return self._tokenizer.id_to_token(token_id)
+
+    def special_token(self, name: str) -> str | None:
+        """The text of e.g. `eos_token`, which a configuration spells as a string or an object."""
+        value = self.config.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        return value if isinstance(value, str) else None
+
+    def chat_template(self) -> str | None:
+        """The checkpoint's own chat template."""
+        path = self.directory / "chat_template.jinja"
+        if path.is_file():
+            return path.read_text("utf-8")
+        value = self.config.get("chat_template")
+        if isinstance(value, list):
+            named = {entry["name"]: entry["template"] for entry in value}
+            value = named.get("default")
+        return value if isinstance(value, str) else None
