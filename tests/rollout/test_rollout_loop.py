@@ -7,9 +7,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from miles_core.data.source import Row
 
 from miles_core.config.schema import RolloutConfig
+from miles_core.data.source import Row
 from miles_core.rollout.loop import EmptyStepError, RolloutLoop
 from miles_core.rollout.trajectory import Place, Trajectory
 from miles_core.runs.journal import Journal, read
