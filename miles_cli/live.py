@@ -169,7 +169,7 @@ class LiveProgress:
 
 
 def summary(run_dir: RunDir | str | Path) -> str:
-    """Closing summary: state, reward of each step, time of each stage; the path is its last line."""
+    """Closing summary: state, reward by step, time by stage, and the path as its last line."""
     run = run_dir if isinstance(run_dir, RunDir) else RunDir(run_dir)
     state = fold(read(run.journal))
     lines = ["", f"run {state.state}" + (f": {state.detail}" if state.detail else "")]
