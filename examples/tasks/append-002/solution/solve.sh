@@ -1,0 +1,2 @@
+#!/bin/sh
+echo fema >> tevu.txt

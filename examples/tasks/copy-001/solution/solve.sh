@@ -1,0 +1,2 @@
+#!/bin/sh
+cp lufa.txt gopo.txt

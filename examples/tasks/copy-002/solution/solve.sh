@@ -1,0 +1,2 @@
+#!/bin/sh
+cp sira.txt soki.txt

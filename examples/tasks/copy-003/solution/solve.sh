@@ -1,0 +1,2 @@
+#!/bin/sh
+cp sufu.txt vati.txt

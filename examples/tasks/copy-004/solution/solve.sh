@@ -1,0 +1,2 @@
+#!/bin/sh
+cp sefe.txt kara.txt

@@ -1,0 +1,2 @@
+#!/bin/sh
+wc -l < fegu.txt > zife.txt

@@ -1,0 +1,2 @@
+#!/bin/sh
+wc -l < zoza.txt > bova.txt

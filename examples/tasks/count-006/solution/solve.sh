@@ -1,0 +1,2 @@
+#!/bin/sh
+wc -l < defu.txt > pugu.txt

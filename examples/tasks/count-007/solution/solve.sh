@@ -1,0 +1,2 @@
+#!/bin/sh
+wc -l < veru.txt > tutu.txt

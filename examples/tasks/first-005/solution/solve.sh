@@ -1,0 +1,2 @@
+#!/bin/sh
+head -n 1 kazu.txt > gona.txt

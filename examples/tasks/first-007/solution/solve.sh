@@ -1,0 +1,2 @@
+#!/bin/sh
+head -n 1 fifu.txt > rivi.txt

@@ -1,0 +1,2 @@
+#!/bin/sh
+mv pimo.txt dipe.txt

@@ -1,0 +1,2 @@
+#!/bin/sh
+mv lofi.txt pepa.txt

@@ -1,0 +1,2 @@
+#!/bin/sh
+mv mudu.txt guzo.txt

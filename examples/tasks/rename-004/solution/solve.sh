@@ -1,0 +1,2 @@
+#!/bin/sh
+mv zanu.txt rife.txt

@@ -1,0 +1,2 @@
+#!/bin/sh
+mv mive.txt napa.txt

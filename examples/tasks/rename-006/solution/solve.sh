@@ -1,0 +1,2 @@
+#!/bin/sh
+mv sasi.txt bare.txt

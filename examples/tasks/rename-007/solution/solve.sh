@@ -1,0 +1,2 @@
+#!/bin/sh
+mv buve.txt mupo.txt

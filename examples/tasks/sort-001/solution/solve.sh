@@ -1,0 +1,2 @@
+#!/bin/sh
+sort game.txt > kike.txt

@@ -1,0 +1,2 @@
+#!/bin/sh
+sort bene.txt > rutu.txt

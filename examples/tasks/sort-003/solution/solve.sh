@@ -1,0 +1,2 @@
+#!/bin/sh
+sort papi.txt > gisu.txt

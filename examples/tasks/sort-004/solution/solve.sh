@@ -1,0 +1,2 @@
+#!/bin/sh
+sort rone.txt > kede.txt

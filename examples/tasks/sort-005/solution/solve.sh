@@ -1,0 +1,2 @@
+#!/bin/sh
+sort doku.txt > galo.txt

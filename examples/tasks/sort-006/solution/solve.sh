@@ -1,0 +1,2 @@
+#!/bin/sh
+sort zuza.txt > lezo.txt

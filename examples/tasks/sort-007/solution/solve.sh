@@ -1,0 +1,2 @@
+#!/bin/sh
+sort nupe.txt > kase.txt
