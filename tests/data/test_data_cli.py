@@ -1,0 +1,62 @@
+"""`miles data convert` as a person calls it, and its benchmark."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def miles(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "miles_cli.main", *words]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"task": {"id": "s::a", "text": "do a"}}\n{"task": {"id": "s::b"}}\n')
+    return path
+
+
+def test_convert_fails_whole_or_skips(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    words = ["data", "convert", "--input", str(source), "--output", str(out)]
+    words += ["--prompt-key", "task.text", "--id-key", "task.id"]
+    failed = miles(*words)
+    assert failed.returncode == 2
+    assert "in.jsonl:2: has nothing at 'task.text'" in failed.stderr
+    assert "task.id" in failed.stderr and "--on-bad-row skip" in failed.stderr
+    assert "Traceback" not in failed.stderr
+    assert not out.exists()
+    done = miles(*words, "--on-bad-row", "skip", "--agent-name", "oracle", "--json")
+    assert done.returncode == 0
+    report = json.loads(done.stdout)
+    assert (report["rows"], report["bad"], report["mapped_ids"]) == (1, 1, 1)
+    row = json.loads(out.read_text())
+    assert row["metadata"]["instance_id"] == "a"
+    assert row["metadata"]["agent_name"] == "oracle"
+
+
+def test_help_and_unknown_flag() -> None:
+    text = miles("data", "convert", "--help").stdout
+    for flag in ("input", "output", "agent-name", "prompt-key", "id-key", "split", "limit"):
+        assert f"--{flag} " in text
+    assert "--append" in text and "--on-bad-row" in text
+    wrong = miles("data", "convert", "--promt-key", "x", "--input", "a", "--output", "b")
+    assert wrong.returncode == 2
+    assert "did you mean --prompt-key?" in wrong.stderr
+
+
+def test_benchmark_compares_the_same_rows() -> None:
+    command = [sys.executable, "benchmarks/data.py", "--mb", "1", "--repeats", "1", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    result = json.loads(done.stdout)
+    assert result["same_rows"] is True
+    assert result["rows"] > 50
+    assert {"mb_per_s", "peak_rss_mb"} <= set(result["ours"]) & set(result["plain"])
