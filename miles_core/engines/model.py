@@ -1,0 +1,171 @@
+"""The forward pass of a dense decoder (Qwen3, Llama) over a packed batch of ragged segments.
+
+Tokens of all sequences of a step stand in one [tokens, hidden] matrix, whether they are prompt
+tokens or the one new token of a decoded sequence, so that every linear layer runs once a step.
+Attention runs segment by segment against the sequence's own extent of the cache, hence nothing is
+padded and no mask is needed for decoding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from miles_core.engines.kv import Extent, KVPool
+from miles_core.engines.shape import ModelShape
+from miles_core.engines.weights import Layer, Weights
+
+
+@dataclass(frozen=True)
+class Segment:
+    """`count` new tokens of a sequence, the first of them at position `start`."""
+
+    extent: Extent
+    start: int
+    count: int
+
+
+class Decoder:
+    """A model and its cache; `weights` may be replaced between two steps."""
+
+    def __init__(self, shape: ModelShape, weights: Weights, pool: KVPool, context: int) -> None:
+        self.shape = shape
+        self.weights = weights
+        self.pool = pool
+        self.q_size = shape.heads * shape.head_dim
+        self.kv_size = shape.kv_heads * shape.head_dim
+        # Rotary angles as in Su et al., 2021 (arXiv:2104.09864), halves paired (i, i + d/2).
+        exponent = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+        angles = torch.outer(
+            torch.arange(context, dtype=torch.float32), 1.0 / shape.rope_theta**exponent
+        )
+        angles = torch.cat([angles, angles], -1)
+        self.cos = angles.cos().to(weights.embedding.dtype)
+        self.sin = angles.sin().to(weights.embedding.dtype)
+
+    def forward(self, tokens: torch.Tensor, segments: list[Segment]) -> torch.Tensor:
+        """Final hidden states [tokens, hidden] of the packed new tokens of `segments`.
+
+        Keys and values of the new tokens are written to the cache. Segments of one token must
+        come before longer ones.
+        """
+        positions, places = _positions(segments)
+        cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+        singles = sum(segment.count == 1 for segment in segments)
+        x = F.embedding(tokens, self.weights.embedding)
+        masks = [self._mask(segment) for segment in segments[singles:]]
+        for index, layer in enumerate(self.weights.layers):
+            x = self._layer(index, layer, x, cos, sin, places, segments, singles, masks)
+        return F.rms_norm(x, (self.shape.hidden,), self.weights.norm, self.shape.eps)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [rows, vocab] in float32."""
+        return F.linear(hidden, self.weights.head).float()
+
+    @staticmethod
+    def _mask(segment: Segment) -> torch.Tensor | None:
+        """[count, end], true where a new token may look; None when it is plain causal."""
+        if segment.start == 0:
+            return None
+        end = segment.start + segment.count
+        return torch.ones(segment.count, end, dtype=torch.bool).tril_(segment.start)
+
+    def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        low, high = x.chunk(2, -1)
+        return torch.addcmul(x * cos, torch.cat([-high, low], -1), sin)
+
+    def _layer(
+        self,
+        index: int,
+        layer: Layer,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        places: torch.Tensor,
+        segments: list[Segment],
+        singles: int,
+        masks: list[torch.Tensor | None],
+    ) -> torch.Tensor:
+        shape = self.shape
+        h = F.rms_norm(x, (shape.hidden,), layer.input_norm, shape.eps)
+        q, k, v = F.linear(h, layer.qkv).split([self.q_size, self.kv_size, self.kv_size], -1)
+        q = q.view(-1, shape.heads, shape.head_dim)
+        k = k.view(-1, shape.kv_heads, shape.head_dim)
+        v = v.view(-1, shape.kv_heads, shape.head_dim)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = F.rms_norm(q, (shape.head_dim,), layer.q_norm, shape.eps)
+            k = F.rms_norm(k, (shape.head_dim,), layer.k_norm, shape.eps)
+        q, k = self._rotate(q, cos, sin), self._rotate(k, cos, sin)
+        keys, values = self.pool.layer_keys[index], self.pool.layer_values[index]
+        keys.index_copy_(1, places, k.transpose(0, 1))
+        values.index_copy_(1, places, v.transpose(0, 1))
+        attended = self._attend_singles(q[:singles], keys, values, segments[:singles])
+        attended += self._attend_longer(q[singles:], keys, values, segments[singles:], masks)
+        mixed = torch.cat(attended) if len(attended) > 1 else attended[0]
+        x = x + F.linear(mixed, layer.out)
+        h = F.rms_norm(x, (shape.hidden,), layer.post_norm, shape.eps)
+        gate, up = F.linear(h, layer.gate_up).chunk(2, -1)
+        return x + F.linear(F.silu(gate).mul_(up), layer.down)
+
+    def _attend_singles(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        segments: list[Segment],
+    ) -> list[torch.Tensor]:
+        """Attention of decoded tokens; q is [rows, heads, head_dim].
+
+        The query heads that share a key head become query rows, so no key is repeated.
+        """
+        if not segments:
+            return []
+        grouped = q.view(-1, self.shape.kv_heads, q.shape[1] // self.shape.kv_heads, q.shape[2])
+        keys, values = keys.unsqueeze(0), values.unsqueeze(0)
+        out = []
+        for row, segment in zip(grouped.split(1), segments, strict=True):
+            start, length = segment.extent.start, segment.start + 1
+            out.append(
+                F.scaled_dot_product_attention(
+                    row, keys.narrow(2, start, length), values.narrow(2, start, length)
+                )
+            )
+        return [torch.cat(out).view(len(segments), self.q_size)]
+
+    def _attend_longer(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        segments: list[Segment],
+        masks: list[torch.Tensor | None],
+    ) -> list[torch.Tensor]:
+        """Attention of prompt segments, [count, heads * head_dim] each."""
+        out = []
+        keys, values = keys.unsqueeze(0), values.unsqueeze(0)
+        rows = q.split([segment.count for segment in segments])
+        for row, segment, mask in zip(rows, segments, masks, strict=True):
+            start, length = segment.extent.start, segment.start + segment.count
+            attended = F.scaled_dot_product_attention(
+                row.transpose(0, 1).unsqueeze(0),
+                keys.narrow(2, start, length),
+                values.narrow(2, start, length),
+                attn_mask=mask,
+                is_causal=mask is None,
+                enable_gqa=True,
+            )
+            out.append(attended[0].transpose(0, 1).reshape(segment.count, self.q_size))
+        return out
+
+
+def _positions(segments: list[Segment]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Position in its sequence, and place in the pool, of every new token."""
+    positions: list[int] = []
+    places: list[int] = []
+    for segment in segments:
+        end = segment.start + segment.count
+        positions.extend(range(segment.start, end))
+        places.extend(range(segment.extent.start + segment.start, segment.extent.start + end))
+    return torch.tensor(positions), torch.tensor(places)
