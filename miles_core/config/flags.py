@@ -3,44 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import difflib
-import sys
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from miles_core.config.keys import Key, all_keys
 from miles_core.config.presets import preset_names
-
-
-class ArgumentParser(argparse.ArgumentParser):
-    """A parser that takes no abbreviations and names the nearest flag for an unknown one."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        kwargs.setdefault("allow_abbrev", False)
-        super().__init__(*args, **kwargs)
-
-    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def, override]
-        """As argparse's, but what is left over is an error of the (sub)command it belongs to."""
-        found, rest = super().parse_known_args(args, namespace)
-        if rest:
-            self.error(self._unknown(rest))
-        return found, rest
-
-    def error(self, message: str) -> NoReturn:
-        sys.stderr.write(f"{self.prog}: {message}\n  all flags: {self.prog} --help\n")
-        sys.exit(2)
-
-    def _unknown(self, rest: Sequence[str]) -> str:
-        known = list(self._option_string_actions)
-        parts = []
-        for word in rest:
-            if not word.startswith("-"):
-                continue
-            flag = word.partition("=")[0]
-            similar = difflib.get_close_matches(flag, known, n=1, cutoff=0.6)
-            hint = f"; did you mean {similar[0]}?" if similar else ""
-            parts.append(f"unknown flag {flag}{hint}")
-        return "\n  ".join(parts) or f"unexpected argument {rest[0]}"
 
 
 def add_config_flags(parser: argparse.ArgumentParser) -> None:

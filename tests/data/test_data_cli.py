@@ -50,7 +50,7 @@ def test_help_and_unknown_flag() -> None:
     assert "--append" in text and "--on-bad-row" in text
     wrong = miles("data", "convert", "--promt-key", "x", "--input", "a", "--output", "b")
     assert wrong.returncode == 2
-    assert "did you mean --prompt-key?" in wrong.stderr
+    assert "Did you mean --prompt-key?" in wrong.stderr
 
 
 def test_benchmark_compares_the_same_rows() -> None:
