@@ -1,0 +1,94 @@
+"""What a session server answers; imported by its clients, so it imports nothing heavy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+EndReason = Literal["token_budget", "turn_limit", "engine_failed"]
+
+
+class SessionRequest(BaseModel):
+    """Body of `POST /sessions`.
+
+    `max_seq_len` counts the tokens of a whole conversation. `sampling_params` are pinned: the agent
+    cannot change them; `max_tokens` among them is the most that one call may sample, of which an
+    agent may ask for less. `session_id` is a name for logs.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    session_id: str | None = None
+    max_seq_len: int = Field(ge=1)
+    max_turns: int | None = Field(None, ge=1)
+    sampling_params: dict[str, Any] = Field(default_factory=dict)
+
+
+class SessionCreated(BaseModel):
+    """Answer of `POST /sessions`; `session_id` is the secret."""
+
+    session_id: str
+    path: str
+    session_server_instance_id: str
+
+
+class TurnSpan(BaseModel):
+    """`tokens[start:end]` of a sample are what the engine sampled under `rid`."""
+
+    rid: str
+    start: int
+    end: int
+    weight_version: int
+    finish_reason: str
+
+
+class Sample(BaseModel):
+    """One token sequence. `loss_mask` is 1 on the tokens of its `turns`, and nowhere else.
+
+    The three lists have one entry for each token; a log-probability is 0.0 where the mask is 0.
+    """
+
+    tokens: list[int]
+    loss_mask: list[int]
+    logprobs: list[float]
+    turns: list[TurnSpan]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Sample:
+        if not len(self.tokens) == len(self.loss_mask) == len(self.logprobs):
+            raise ValueError("tokens, loss_mask and logprobs differ in length")
+        at = 0
+        for turn in self.turns:
+            if not at <= turn.start < turn.end <= len(self.tokens):
+                raise ValueError(f"turn {turn.rid} does not fit into its sample")
+            if 1 in self.loss_mask[at : turn.start] or 0 in self.loss_mask[turn.start : turn.end]:
+                raise ValueError(f"the mask disagrees with turn {turn.rid}")
+            at = turn.end
+        if 1 in self.loss_mask[at:]:
+            raise ValueError("the mask goes on after the last turn")
+        return self
+
+
+class SessionSamples(BaseModel):
+    """Answer of `GET /sessions/{id}/samples`.
+
+    Every recorded turn is in exactly one sample's `turns`, apart from answers that a client
+    never used and asked for again. `model_calls` is their number.
+    """
+
+    session_id: str
+    model_calls: int
+    end_reason: EndReason | None = None
+    samples: list[Sample]
+
+
+@dataclass(frozen=True)
+class SessionHandle:
+    """An open session. `base_url` is for the agent and holds the secret."""
+
+    base_url: str
+    server_url: str
+    session_id: str
+    instance_id: str
