@@ -1,0 +1,206 @@
+"""The agents, as Harbor's classes see them.
+
+`oracle` and `nop` are Harbor's own. `mini-swe-agent` in a bubblewrap sandbox is the real package's
+agent loop, bound read-only into the sandbox with a model class of ours; nothing is installed.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from importlib import resources
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, override
+
+import yaml
+from harbor.agents.base import BaseAgent
+from harbor.environments.base import BaseEnvironment
+from harbor.models.agent.context import AgentContext
+
+from miles_core.agent_server.protocol import TrialRequest
+from miles_core.agent_server.sandbox.environment import BubblewrapEnvironment
+from miles_core.agent_server.sandbox.system import AGENT_CODE, AGENT_PACKAGES, agent_python
+from miles_core.verdicts import Cause
+
+MINI = "mini-swe-agent"
+HOST_AGENTS = ("oracle", "nop")
+AGENTS = (MINI, *HOST_AGENTS)
+TRAJECTORY = "/logs/agent/mini-swe-agent.trajectory.json"
+
+_EXIT_CAUSES = {
+    "LimitsExceeded": Cause.TURN_LIMIT,
+    "RepeatedFormatError": Cause.MALFORMED_ACTIONS,
+    "TimeExceeded": Cause.AGENT_TIMEOUT,
+}
+
+
+class AgentFailed(RuntimeError):
+    """The agent could not do its work, by no doing of the policy; `cause` says why."""
+
+    def __init__(self, cause: Cause, message: str) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
+@dataclass
+class AgentJob:
+    """What one agent is to do, and what is known of how it went."""
+
+    request: TrialRequest
+    config: dict[str, Any]
+    turns: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    exit_status: str | None = None
+    cause: Cause | None = None
+    failure: AgentFailed | None = None
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+    def on_line(self, line: bytes) -> None:
+        """Take one line of the agent's standard output."""
+        try:
+            event = json.loads(line)
+        except ValueError:
+            return
+        if not isinstance(event, dict):
+            return
+        if event.get("event") == "turn":
+            self.turns += 1
+            usage = event.get("usage") or {}
+            self.input_tokens += int(usage.get("prompt_tokens") or 0)
+            self.output_tokens += int(usage.get("completion_tokens") or 0)
+        elif event.get("event") == "end":
+            self.events.append(event)
+
+
+JOBS: dict[str, AgentJob] = {}
+"""The agents of this process that are at work, by trial id."""
+
+
+def default_agent_config() -> dict[str, Any]:
+    """mini-swe-agent's own prompts and limits."""
+    text = resources.files("minisweagent").joinpath("config/mini.yaml").read_text()
+    config = yaml.safe_load(text)
+    config["agent"].pop("mode", None)
+    config["agent"]["cost_limit"] = 0.0
+    config["model"].pop("model_kwargs", None)
+    return config
+
+
+def load_agent_config(path: Path | None) -> dict[str, Any]:
+    """mini-swe-agent's settings, with those of a YAML file over them.
+
+    Raises ValueError for a file that is no mapping of `agent`, `environment` and `model`.
+    """
+    config = default_agent_config()
+    if path is None:
+        return config
+    given = yaml.safe_load(path.read_text())
+    if not isinstance(given, dict):
+        raise ValueError(f"{path}: expected a mapping with agent, environment and model")
+    for section, values in given.items():
+        if section not in config or not isinstance(values, dict):
+            raise ValueError(f"{path}: section {section!r} is not one of agent, environment, model")
+        config[section].update(values)
+    config["agent"].pop("mode", None)
+    _check(config, path)
+    return config
+
+
+def _check(config: dict[str, Any], path: Path) -> None:
+    """Build what the agent in the sandbox will build, so that a wrong key is known at start."""
+    from minisweagent.agents.default import AgentConfig
+    from minisweagent.environments.local import LocalEnvironmentConfig
+
+    known = {
+        "agent": set(AgentConfig.model_fields) - {"output_path"},
+        "environment": set(LocalEnvironmentConfig.model_fields),
+        "model": {"format_error_template", "observation_template", "timeout", "attempts"},
+    }
+    for section, names in known.items():
+        for key in config[section]:
+            if key not in names:
+                listed = ", ".join(sorted(names))
+                raise ValueError(f"{path}: {section}.{key} is not one of {listed}")
+    AgentConfig(**config["agent"])
+    LocalEnvironmentConfig(**config["environment"])
+
+
+def mini_job(job: AgentJob, task: str) -> dict[str, Any]:
+    """The job of `inside/run_agent.py`."""
+    request = job.request
+    agent = dict(job.config["agent"])
+    if request.max_turns is not None:
+        limit = int(agent.get("step_limit") or 0)
+        agent["step_limit"] = min(limit, request.max_turns) if limit else request.max_turns
+    return {
+        "task": task,
+        "base_url": request.base_url,
+        "agent": agent,
+        "environment": job.config["environment"],
+        "model": {
+            **job.config["model"],
+            "model_name": request.model,
+            "model_kwargs": request.sampling_params,
+        },
+        "output_path": TRAJECTORY,
+    }
+
+
+class MiniSweAgent(BaseAgent):
+    """mini-swe-agent in a bubblewrap sandbox; `JOBS[trial_id]` is its job."""
+
+    def __init__(self, *args: Any, trial_id: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._job = JOBS[trial_id]
+
+    @staticmethod
+    @override
+    def name() -> str:
+        return MINI
+
+    @override
+    def version(self) -> str:
+        return version("mini-swe-agent")
+
+    @override
+    async def setup(self, environment: BaseEnvironment) -> None:
+        """Nothing to install: the agent is bound into every sandbox."""
+
+    @override
+    async def run(
+        self, instruction: str, environment: BaseEnvironment, context: AgentContext
+    ) -> None:
+        """Run the agent. Returns when the verifier may grade; raises AgentFailed otherwise."""
+        if not isinstance(environment, BubblewrapEnvironment):
+            raise AgentFailed(Cause.AGENT_SETUP_FAILED, "this agent needs a bubblewrap sandbox")
+        job = self._job
+        done = await environment.run(
+            [agent_python(), "-I", "-S", f"{AGENT_CODE}/run_agent.py", AGENT_PACKAGES],
+            stdin=json.dumps(mini_job(job, instruction)).encode(),
+            on_line=job.on_line,
+        )
+        context.n_input_tokens = job.input_tokens
+        context.n_output_tokens = job.output_tokens
+        error = done.err.decode(errors="replace").strip()[-400:]
+        end = job.events[-1] if job.events else None
+        if end is None:
+            self._ended_without_word(done.code, error)
+        elif done.code != 0:
+            cause = Cause(end.get("cause") or Cause.AGENT_CRASHED)
+            job.failure = AgentFailed(cause, str(end.get("detail") or error))
+            raise job.failure
+        else:
+            job.exit_status = str(end.get("exit_status") or "") or None
+            named = end.get("cause")
+            job.cause = Cause(named) if named else _EXIT_CAUSES.get(job.exit_status or "")
+
+    def _ended_without_word(self, code: int, error: str) -> None:
+        """A signal after a model answer is the doing of the agent's commands: it is graded."""
+        if code in (137, 143) and self._job.turns > 0:
+            self._job.cause = Cause.AGENT_CRASHED
+            return
+        failure = AgentFailed(Cause.AGENT_CRASHED, f"the agent ended with {code}: {error}")
+        self._job.failure = failure
+        raise failure

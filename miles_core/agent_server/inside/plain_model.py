@@ -1,0 +1,173 @@
+"""A model class for mini-swe-agent over the standard library: no litellm, no second of imports."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from minisweagent.exceptions import FormatError, LimitsExceeded
+from minisweagent.models.utils.actions_toolcall import (
+    BASH_TOOL,
+    format_toolcall_observation_messages,
+    parse_toolcall_actions,
+)
+from pydantic import BaseModel
+
+RETRIED_STATUS = frozenset({429, 502, 503, 504})
+POLICY_LIMITS = {"context_length_exceeded": "token_budget", "turn_limit": "turn_limit"}
+
+
+class ModelEndpointError(RuntimeError):
+    """The endpoint gave no answer; `cause` is the name of a verdict's cause."""
+
+    def __init__(self, cause: str, message: str) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
+class PlainModelConfig(BaseModel):
+    """Settings, with the names that mini-swe-agent's own model classes use."""
+
+    model_name: str
+    model_kwargs: dict[str, Any] = {}
+    format_error_template: str = "{{ error }}"
+    observation_template: str = (
+        "<returncode>{{output.returncode}}</returncode>\n<output>\n{{output.output}}</output>"
+    )
+    timeout: float = 3600.0
+    attempts: int = 4
+
+
+class PlainModel:
+    """OpenAI chat completions with the tool `bash`.
+
+    `report` is given an event for each answer. A full context or a reached turn limit ends the
+    agent cleanly, as its own limits do; an endpoint that fails raises `ModelEndpointError`.
+    """
+
+    def __init__(self, base_url: str, report: Callable[[dict[str, Any]], None], **config: Any):
+        self.config = PlainModelConfig(**config)
+        self._url = base_url.rstrip("/") + "/chat/completions"
+        self._report = report
+        self.limit: str | None = None
+
+    def query(self, messages: list[dict[str, Any]], **kwargs: Any) -> dict[str, Any]:
+        """One model call; the answer as a message, with its actions under `extra`."""
+        plain = [{k: v for k, v in message.items() if k != "extra"} for message in messages]
+        body = {
+            "model": self.config.model_name.split("/", 1)[-1],
+            "messages": plain,
+            "tools": [BASH_TOOL],
+            **self.config.model_kwargs,
+            **kwargs,
+        }
+        response = self._post(json.dumps(body).encode())
+        try:
+            choice = response["choices"][0]
+            message = dict(choice["message"])
+        except (KeyError, IndexError, TypeError) as error:
+            raise ModelEndpointError("session_failed", f"not a completion: {error!r}") from error
+        self._report({"event": "turn", "usage": response.get("usage") or {}})
+        extra = {"response": response, "cost": 0.0, "timestamp": time.time()}
+        try:
+            actions = self._actions(choice, message)
+        except FormatError as error:
+            error.messages[0]["extra"].update(extra)
+            error.messages = ({**message, "extra": {**extra, "actions": []}}, *error.messages)
+            raise
+        return {**message, "extra": {**extra, "actions": actions}}
+
+    def _actions(self, choice: dict[str, Any], message: dict[str, Any]) -> list[dict[str, Any]]:
+        calls = [
+            SimpleNamespace(
+                id=call.get("id"),
+                function=SimpleNamespace(
+                    name=(call.get("function") or {}).get("name"),
+                    arguments=(call.get("function") or {}).get("arguments"),
+                ),
+            )
+            for call in message.get("tool_calls") or []
+        ]
+        return parse_toolcall_actions(
+            calls,
+            format_error_template=self.config.format_error_template,
+            template_kwargs={"finish_reason": choice.get("finish_reason")},
+        )
+
+    def _post(self, body: bytes) -> dict[str, Any]:
+        """POST with a bounded number of attempts; only what was surely not answered is retried."""
+        headers = {"content-type": "application/json", "authorization": "Bearer none"}
+        last = ""
+        for attempt in range(self.config.attempts):
+            if attempt:
+                time.sleep(min(8.0, 0.5 * 2**attempt))
+            request = urllib.request.Request(self._url, body, headers)
+            try:
+                with urllib.request.urlopen(request, timeout=self.config.timeout) as response:
+                    return json.load(response)
+            except urllib.error.HTTPError as error:
+                last = self._refused(error)
+            except (OSError, http.client.HTTPException) as error:
+                last = f"{type(error).__name__}: {error}"
+            except ValueError as error:
+                raise ModelEndpointError("session_failed", f"not JSON: {error}") from error
+        raise ModelEndpointError("session_failed", f"{self.config.attempts} attempts: {last}")
+
+    def _refused(self, error: urllib.error.HTTPError) -> str:
+        """What an error status means: returns for another attempt, raises for the end."""
+        text = error.read(4000).decode(errors="replace")
+        code, message = _problem(text)
+        if error.code == 400 and code in POLICY_LIMITS:
+            self.limit = POLICY_LIMITS[code]
+            raise LimitsExceeded(
+                {
+                    "role": "exit",
+                    "content": message,
+                    "extra": {"exit_status": "LimitsExceeded", "submission": ""},
+                }
+            ) from error
+        summary = f"HTTP {error.code} {code}: {message}"[:400]
+        if code == "engine_failed":
+            raise ModelEndpointError("engine_failed", summary) from error
+        if error.code in RETRIED_STATUS:
+            return summary
+        raise ModelEndpointError("session_failed", summary) from error
+
+    def format_message(self, **kwargs: Any) -> dict[str, Any]:
+        return kwargs
+
+    def format_observation_messages(
+        self,
+        message: dict[str, Any],
+        outputs: list[dict[str, Any]],
+        template_vars: dict[str, Any] | None = None,
+    ) -> list[dict[str, Any]]:
+        return format_toolcall_observation_messages(
+            actions=message.get("extra", {}).get("actions", []),
+            outputs=outputs,
+            observation_template=self.config.observation_template,
+            template_vars=template_vars,
+        )
+
+    def get_template_vars(self, **kwargs: Any) -> dict[str, Any]:
+        return self.config.model_dump()
+
+    def serialize(self) -> dict[str, Any]:
+        kind = f"{type(self).__module__}.{type(self).__name__}"
+        settings = self.config.model_dump(mode="json")
+        return {"info": {"config": {"model": settings, "model_type": kind}}}
+
+
+def _problem(text: str) -> tuple[str, str]:
+    """Code and message of an OpenAI-style error body."""
+    try:
+        error = json.loads(text)["error"]
+        return str(error.get("code") or error.get("type") or ""), str(error.get("message", ""))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return "", text[:300]

@@ -1,0 +1,276 @@
+"""`miles-agent-server`: the command that starts the agent server."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import difflib
+import importlib.metadata
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+SECRET = "HARBOR_ADMIN_SECRET"
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+USAGE_ERROR = 2
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that names the nearest flag for one that it does not know."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = message.partition("unrecognized arguments: ")[2].split()
+        for word in unknown:
+            flags = [flag for action in self._actions for flag in action.option_strings]
+            near = difflib.get_close_matches(word.split("=")[0], flags, n=1)
+            if near:
+                message += f"; did you mean {near[0]}?"
+        super().error(message)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = Parser(prog="miles-agent-server", description=__doc__, allow_abbrev=False)
+    add = made.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
+    add("--port", type=int, default=8500, help="port; 0: the kernel chooses (%(default)s)")
+    add("--ready-file", type=Path, help="written when the server can serve: pid, host, port, url")
+    add("--parent-pid", type=int, help="end when this process is gone")
+    add(
+        "--dashboard-port",
+        type=int,
+        help="serve GET /health on this port as well, without a token, for a screen",
+    )
+    add("--max-concurrent", type=int, default=32, help="sandboxes at once (%(default)s)")
+    add(
+        "--agent-timeout",
+        type=float,
+        default=5400.0,
+        help="most seconds that an agent may take, whatever its task says (%(default)s)",
+    )
+    add("--trials-dir", type=Path, default=Path("trials"), help="results are kept here (trials)")
+    add(
+        "--tasks-dir",
+        type=Path,
+        default=os.environ.get("HARBOR_TASKS_DIR"),
+        help="one Harbor task directory per id (default: HARBOR_TASKS_DIR)",
+    )
+    add(
+        "--sandbox",
+        default="bubblewrap",
+        help="bubblewrap, or a Harbor environment such as docker (%(default)s)",
+    )
+    add("--agent-config", type=Path, help="YAML with prompts and limits of mini-swe-agent")
+    return made
+
+
+class StartError(Exception):
+    """The server cannot start; the message says what to do."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    try:
+        check(args)
+        listener = bind(args.host, args.port, "--port")
+        dashboard = (
+            bind(args.host, args.dashboard_port, "--dashboard-port")
+            if args.dashboard_port is not None
+            else None
+        )
+        return run(args, listener, dashboard)
+    except StartError as error:
+        print(f"miles-agent-server: {error}", file=sys.stderr)
+        return USAGE_ERROR
+
+
+def check(args: argparse.Namespace) -> None:
+    """What can be known to be wrong before anything is loaded; raises StartError."""
+    if args.tasks_dir is None:
+        raise StartError("no tasks: give --tasks-dir DIR or set HARBOR_TASKS_DIR")
+    if not args.tasks_dir.is_dir():
+        raise StartError(f"--tasks-dir {args.tasks_dir}: no such directory; name the Harbor tasks")
+    for name in ("max_concurrent", "agent_timeout"):
+        if getattr(args, name) <= 0:
+            raise StartError(f"--{name.replace('_', '-')} must be above 0")
+    if args.agent_config is not None and not args.agent_config.is_file():
+        raise StartError(f"--agent-config {args.agent_config}: no such file")
+    if args.host not in LOOPBACK and not os.environ.get(SECRET):
+        raise StartError(
+            f"--host {args.host} is reachable from other machines: set {SECRET} to a bearer token, "
+            "or listen on 127.0.0.1"
+        )
+    if args.sandbox == "bubblewrap":
+        check_bubblewrap()
+
+
+def check_bubblewrap() -> None:
+    """Whether this host can make the sandbox; raises StartError."""
+    from miles_core.agent_server.sandbox.system import missing_tools, probe_user_namespace
+
+    missing = missing_tools()
+    if missing:
+        raise StartError(
+            f"the bubblewrap sandbox needs {', '.join(missing)}: install them "
+            "(Debian: apt-get install bubblewrap util-linux), or use --sandbox docker"
+        )
+    if os.geteuid() != 0:
+        raise StartError("the bubblewrap sandbox needs root here; or use --sandbox docker")
+    problem = probe_user_namespace()
+    if problem:
+        raise StartError(
+            f"the bubblewrap sandbox needs user namespaces ({problem}); "
+            "allow them (sysctl kernel.unprivileged_userns_clone=1, user.max_user_namespaces), "
+            "or use --sandbox docker"
+        )
+
+
+def bind(host: str, port: int, flag: str) -> socket.socket:
+    """A listening socket; raises StartError for a port that is in use."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    made = socket.socket(family)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind((host, port))
+        made.listen(1024)
+    except OSError as error:
+        made.close()
+        raise StartError(
+            f"cannot listen on {host} port {port} ({error.strerror}): choose another with {flag}, "
+            "or 0 for a free one"
+        ) from error
+    return made
+
+
+def run(args: argparse.Namespace, listener: socket.socket, dashboard: socket.socket | None) -> int:
+    """Load Harbor, prepare the sandboxes, serve until a signal; the exit status."""
+    from miles_core.agent_server.runner import Runner, quiet_libraries
+
+    quiet_libraries(args.trials_dir)
+    from miles_core.agent_server.agents import AGENTS, load_agent_config
+    from miles_core.agent_server.sandbox.cgroups import CgroupTree
+    from miles_core.agent_server.sandbox.system import make_base
+    from miles_core.agent_server.settings import BUBBLEWRAP, ServerSettings
+
+    try:
+        agent_config = load_agent_config(args.agent_config)
+    except ValueError as error:
+        raise StartError(f"--agent-config: {error}") from error
+    settings = ServerSettings(
+        tasks_dir=args.tasks_dir.resolve(),
+        trials_dir=args.trials_dir.resolve(),
+        agent_timeout_s=args.agent_timeout,
+        max_concurrent=args.max_concurrent,
+        sandbox=args.sandbox,
+        agent_config=agent_config,
+    )
+    check_sandbox_name(args.sandbox)
+    settings.trials_dir.mkdir(parents=True, exist_ok=True)
+    base = tree = None
+    if args.sandbox == BUBBLEWRAP:
+        tree = CgroupTree()
+        base = make_base(settings.trials_dir / ".base")
+    runner = Runner(settings, base, tree)
+    health: dict[str, Any] = {
+        "capacity": settings.max_concurrent,
+        "sandbox": settings.sandbox,
+        "limits": tree.limits if tree else {},
+        "harbor_version": importlib.metadata.version("harbor"),
+        "agent_timeout_s": settings.agent_timeout_s,
+        "trial_timeout_s": settings.trial_timeout_s,
+        "tasks_dir": str(settings.tasks_dir),
+        "agents": list(AGENTS),
+    }
+    try:
+        asyncio.run(_serve(args, settings, runner, health, listener, dashboard))
+    finally:
+        if tree is not None:
+            tree.close()
+    return 0
+
+
+def check_sandbox_name(name: str) -> None:
+    """Whether Harbor knows an environment of this name; raises StartError."""
+    from harbor.models.environment_type import EnvironmentType
+
+    known = ["bubblewrap", *[kind.value for kind in EnvironmentType]]
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise StartError(f"--sandbox {name}: not one of {', '.join(known)}{hint}")
+
+
+async def _serve(
+    args: argparse.Namespace,
+    settings: Any,
+    runner: Any,
+    health: dict[str, Any],
+    listener: socket.socket,
+    dashboard: socket.socket | None,
+) -> None:
+    import orjson
+    import uvicorn
+
+    from miles_core.agent_server.app import make_app, make_dashboard
+    from miles_core.agent_server.trials import TrialManager, write_file
+
+    manager = TrialManager(runner, settings.trials_dir, settings.max_concurrent)
+    lost = manager.open()
+    if lost:
+        print(f"ended {len(lost)} trials that an earlier server left: server_restarted")
+    app = make_app(settings, manager, health, os.environ.get(SECRET) or None)
+    servers = [_server(uvicorn, app)]
+    sockets = [listener]
+    if dashboard is not None:
+        servers.append(_server(uvicorn, make_dashboard(app)))
+        sockets.append(dashboard)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(name, stop.set)
+    serving = [
+        asyncio.create_task(server._serve(sockets=[place]))
+        for server, place in zip(servers, sockets, strict=True)
+    ]
+    while not all(server.started for server in servers):  # noqa: ASYNC110 (a flag of uvicorn's)
+        await asyncio.sleep(0.01)
+    host, port = listener.getsockname()[:2]
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    if args.ready_file is not None:
+        ready = {"pid": os.getpid(), "host": host, "port": port, "url": url}
+        write_file(args.ready_file, orjson.dumps(ready))
+    print(f"agent server on {url}, sandbox {settings.sandbox}", flush=True)
+    watch = asyncio.create_task(_watch_parent(args.parent_pid, stop))
+    await asyncio.wait(
+        [asyncio.create_task(stop.wait()), *serving], return_when=asyncio.FIRST_COMPLETED
+    )
+    watch.cancel()
+    await manager.close()
+    for server in servers:
+        server.should_exit = True
+    await asyncio.gather(*serving)
+
+
+def _server(uvicorn: Any, app: Any) -> Any:
+    config = uvicorn.Config(
+        app, log_level="warning", lifespan="off", timeout_graceful_shutdown=5, access_log=False
+    )
+    return uvicorn.Server(config)
+
+
+async def _watch_parent(pid: int | None, stop: asyncio.Event) -> None:
+    """Set `stop` when the process `pid` is gone."""
+    from miles_core.agent_server.sandbox.cgroups import process_start
+
+    if pid is None:
+        return
+    began = process_start(pid)
+    while began is not None and process_start(pid) == began:  # noqa: ASYNC110 (no event exists)
+        await asyncio.sleep(0.5)
+    stop.set()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

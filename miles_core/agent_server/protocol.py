@@ -1,0 +1,157 @@
+"""What the agent server and its clients say to each other.
+
+This module needs pydantic alone, so that a client runs where neither Harbor nor FastAPI is.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from miles_core.verdicts import Cause, Verdict, VerdictKind
+
+ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+"""Form of a task id and of a trial id; both name a directory."""
+
+_ID = re.compile(ID_PATTERN)
+MAX_ID_LENGTH = 200
+
+
+def valid_id(value: str) -> bool:
+    """Whether `value` may name a task or a trial: one path component that is not hidden."""
+    return len(value) <= MAX_ID_LENGTH and _ID.fullmatch(value) is not None
+
+
+class TrialRequest(BaseModel):
+    """One trial: which task, which agent, and the model endpoint that the agent calls.
+
+    Keys that are not listed are kept as metadata (`model_extra`).
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    instance_id: str = Field(description="Names a directory under the tasks directory")
+    agent_name: str = "mini-swe-agent"
+    base_url: str | None = Field(None, description="OpenAI-compatible URL of the session")
+    model: str = "openai/policy"
+    sampling_params: dict[str, Any] = Field(default_factory=dict)
+    max_seq_len: int | None = Field(None, ge=1)
+    max_turns: int | None = Field(None, ge=1)
+    lease_s: float = Field(
+        120.0, gt=0, description="Seconds without a request for it after which a trial is ended"
+    )
+    session_server_id: str | None = None
+    session_server_instance_id: str | None = None
+    trial_id: str | None = Field(None, description="Used by POST /run; default: a new one")
+
+
+class TrialState(StrEnum):
+    """Where a trial stands in the queue."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+class Phase(StrEnum):
+    """What a trial is doing."""
+
+    QUEUED = "queued"
+    ENVIRONMENT = "environment"
+    AGENT_SETUP = "agent_setup"
+    AGENT = "agent"
+    VERIFIER = "verifier"
+    TEARDOWN = "teardown"
+    ENDED = "ended"
+
+
+class AgentMetrics(BaseModel):
+    """Counts and seconds of one trial; a phase that did not run has no time."""
+
+    turns: int | None = None
+    n_input_tokens: int | None = None
+    n_output_tokens: int | None = None
+    env_setup_time: float | None = None
+    agent_setup_time: float | None = None
+    agent_run_time: float | None = None
+    eval_time: float | None = None
+    total_time: float | None = None
+
+
+class TrialResult(BaseModel):
+    """How a trial ended. `reward` repeats the verdict's, and is None without one."""
+
+    trial_id: str
+    reward: float | None
+    exit_status: str
+    eval_report: dict[str, Any] = Field(default_factory=dict)
+    agent_metrics: AgentMetrics = Field(default_factory=AgentMetrics)
+    verdict: Verdict
+
+    @classmethod
+    def of(
+        cls,
+        trial_id: str,
+        verdict: Verdict,
+        metrics: AgentMetrics | None = None,
+        exit_status: str | None = None,
+    ) -> TrialResult:
+        """The result that belongs to a verdict."""
+        return cls(
+            trial_id=trial_id,
+            reward=verdict.reward,
+            exit_status=exit_status or exit_status_of(verdict),
+            eval_report=verdict.report,
+            agent_metrics=metrics or AgentMetrics(),
+            verdict=verdict,
+        )
+
+
+class TrialStatus(BaseModel):
+    """A trial as `PUT`, `GET` and `DELETE /trials/{id}` answer it."""
+
+    trial_id: str
+    state: TrialState
+    phase: Phase
+    queue_position: int | None = Field(None, description="0 is next; None when not queued")
+    age_s: float = 0.0
+    result: TrialResult | None = None
+
+
+class Health(BaseModel):
+    """What `GET /health` answers."""
+
+    status: str
+    instance_id: str
+    capacity: int
+    running: int
+    queued: int
+    sandbox: str
+    limits: dict[str, str] = Field(description="How each resource limit is enforced")
+    harbor_version: str
+    agent_timeout_s: float
+    trial_timeout_s: float
+    tasks_dir: str
+    tasks_found: int
+    agents: list[str]
+
+
+_EXIT_STATUS = {
+    Cause.AGENT_TIMEOUT: "TimeLimitExceeded",
+    Cause.TOKEN_BUDGET: "SequenceLengthLimitExceeded",
+    Cause.TURN_LIMIT: "LimitsExceeded",
+    Cause.MALFORMED_ACTIONS: "RepeatedFormatError",
+    Cause.TASK_NOT_FOUND: "TaskNotFound",
+}
+
+
+def exit_status_of(verdict: Verdict) -> str:
+    """The exit status, in the recipe's words, of an agent that gave none itself."""
+    if verdict.cause is None:
+        return "Submitted"
+    if verdict.cause in _EXIT_STATUS:
+        return _EXIT_STATUS[verdict.cause]
+    return "AgentError" if verdict.kind is VerdictKind.GRADED else "NoVerdict"

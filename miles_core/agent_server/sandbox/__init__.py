@@ -1,0 +1,1 @@
+"""A sandbox for Harbor made of Linux namespaces, an overlay and cgroups; no container engine."""

@@ -1,0 +1,290 @@
+"""One sandbox: the process that holds its namespaces, and commands that are run in them.
+
+A private mount namespace gets a tmpfs of the task's disk size; overlays on it make the root and
+/usr writable without touching the host. bubblewrap then makes the pid, network, ipc and uts
+namespaces and drops capabilities. All of it lives in a user namespace, so that nothing inside is
+privileged outside. When the server dies the kernel ends the holder, and with it every process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shlex
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from miles_core.agent_server.sandbox import cgroups, processes
+from miles_core.agent_server.sandbox.errors import SandboxError
+from miles_core.agent_server.sandbox.relay import Relay, listen_inside
+
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+STAGE = "/mnt"
+OUTPUT_LIMIT = 4 << 20
+"""Bytes that are kept of each output stream of a command."""
+DRAIN_S = 1.0
+"""How long the output of a command that has ended is read on: a daemon may hold the pipe."""
+
+CAPABILITIES = [
+    "CHOWN",
+    "DAC_OVERRIDE",
+    "FOWNER",
+    "FSETID",
+    "KILL",
+    "SETGID",
+    "SETUID",
+    "NET_BIND_SERVICE",
+    "SYS_CHROOT",
+    "SETFCAP",
+]
+
+PROC_READ_ONLY = ("/proc/sys", "/proc/sysrq-trigger", "/proc/irq", "/proc/bus", "/proc/fs")
+"""Kernel settings that user 0 may write by ownership alone; bubblewrap 0.8 leaves some open."""
+
+
+@dataclass
+class Completed:
+    """A command that has ended; 124 is the code of one that ran out of time."""
+
+    code: int
+    out: bytes = b""
+    err: bytes = b""
+
+
+@dataclass
+class BoxSettings:
+    """What a sandbox is made of."""
+
+    base: Path
+    disk_mb: int
+    limits: cgroups.Limits
+    binds: list[tuple[str, str]] = field(default_factory=list)
+    relays: list[tuple[int, str, int]] = field(default_factory=list)
+    """(port inside, host, port outside)"""
+
+
+class Box:
+    """A running sandbox. `start` makes it, `run` runs commands in it, `close` ends all of it."""
+
+    def __init__(self, name: str, settings: BoxSettings, tree: cgroups.CgroupTree) -> None:
+        self.name = name
+        self.settings = settings
+        self._tree = tree
+        self._cgroups: list[Path] = []
+        self._holder: asyncio.subprocess.Process | None = None
+        self._pid: int | None = None
+        self._relays: list[Relay] = []
+        self._closed = False
+
+    async def start(self) -> None:
+        """Make the namespaces; raises SandboxError with what the tools said."""
+        self._cgroups = self._tree.make(self.name, self.settings.limits)
+        holder = await asyncio.create_subprocess_exec(
+            *["unshare", "--user", "--mount", "--propagation", "private"],
+            *["sh", "-c", self._holder_script()],
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+        self._holder = holder
+        assert holder.stdin and holder.stdout and holder.stderr
+        await self._map_ids(holder.pid)
+        holder.stdin.write(b"go\n")
+        line = await holder.stdout.readline()
+        if line.strip() != b"ready":
+            message = (await holder.stderr.read()).decode(errors="replace").strip()
+            raise SandboxError(f"the sandbox did not start: {message[-400:] or 'no message'}")
+        report = b""
+        while b"}" not in report:
+            chunk = await holder.stderr.read(4096)
+            if not chunk:
+                raise SandboxError("bubblewrap ended while the sandbox started")
+            report += chunk
+        self._pid = int(
+            json.loads(report[report.index(b"{") : report.index(b"}") + 1])["child-pid"]
+        )
+        for inside, host, port in self.settings.relays:
+            relay = Relay(listen_inside(self._pid, inside), host, port)
+            self._relays.append(relay)
+            await relay.start()
+
+    async def _map_ids(self, pid: int) -> None:
+        """Give the new user namespace its ids: all of the first 65536 for root, else one's own."""
+        own = os.readlink("/proc/self/ns/user")
+        for _ in range(2000):
+            try:
+                if os.readlink(f"/proc/{pid}/ns/user") != own:
+                    break
+            except OSError as error:
+                raise SandboxError("unshare ended: are user namespaces allowed here?") from error
+            await asyncio.sleep(0.001)
+        else:
+            raise SandboxError("unshare made no user namespace: are they allowed on this host?")
+        uid, gid = os.geteuid(), os.getegid()
+        span = 65536 if uid == 0 else 1
+        try:
+            if uid != 0:
+                Path(f"/proc/{pid}/setgroups").write_text("deny")
+            Path(f"/proc/{pid}/uid_map").write_text(f"0 {uid} {span}")
+            Path(f"/proc/{pid}/gid_map").write_text(f"0 {gid} {span}")
+        except OSError as error:
+            raise SandboxError(f"the user namespace got no ids: {error}") from error
+
+    def _holder_script(self) -> str:
+        settings = self.settings
+        binds = [("--ro-bind", source, target) for source, target in settings.binds]
+        binds += [("--ro-bind", path, path) for path in PROC_READ_ONLY if os.path.exists(path)]
+        capabilities = [("--cap-add", f"CAP_{name}") for name in CAPABILITIES]
+        bwrap = [
+            *["bwrap", "--bind", f"{STAGE}/m", "/", "--dev", "/dev", "--proc", "/proc"],
+            *[word for bind in binds for word in bind],
+            *["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"],
+            *["--unshare-cgroup-try", "--hostname", "sandbox", "--die-with-parent"],
+            *["--new-session", "--clearenv", "--cap-drop", "ALL"],
+            *[word for capability in capabilities for word in capability],
+            *["--info-fd", "2", "/bin/sh", "-c", "echo ready; exec sleep infinity"],
+        ]
+        base = shlex.quote(str(settings.base))
+        options = "userxattr,workdir"
+        return f"""set -e
+read go
+{self._join_script()}
+mount -t tmpfs -o size={settings.disk_mb}m,mode=755 sandbox {STAGE}
+mkdir {STAGE}/u {STAGE}/w {STAGE}/m {STAGE}/uu {STAGE}/uw
+mount -t overlay overlay -o {options}={STAGE}/w,lowerdir={base},upperdir={STAGE}/u {STAGE}/m
+mount -t overlay overlay -o {options}={STAGE}/uw,lowerdir=/usr,upperdir={STAGE}/uu {STAGE}/m/usr
+exec {shlex.join(bwrap)}
+"""
+
+    def _join_script(self) -> str:
+        return "".join(f"echo $$ > {directory}/cgroup.procs; " for directory in self._cgroups)
+
+    @property
+    def alive(self) -> bool:
+        """Whether commands can be run."""
+        return self._pid is not None and not self._closed
+
+    async def run(
+        self,
+        argv: list[str],
+        *,
+        env: dict[str, str] | None = None,
+        cwd: str = "/",
+        user: str | int | None = None,
+        stdin: bytes | None = None,
+        timeout_s: float | None = None,
+        limit: int = OUTPUT_LIMIT,
+        on_line: Callable[[bytes], None] | None = None,
+    ) -> Completed:
+        """Run a command and wait for it.
+
+        When the time is up, or this call is cancelled, the command ends with all its descendants.
+        A process that it had put into the background before, as a child of init, lives on.
+        `on_line` is given each line of the standard output as it comes.
+        """
+        if not self.alive:
+            raise SandboxError("the sandbox is gone")
+        process = await asyncio.create_subprocess_exec(
+            *["/bin/sh", "-c", f'{self._join_script()}exec "$@"', "sandbox"],
+            *self._enter(user),
+            *["/bin/sh", "-c", 'cd -- "$0" && exec "$@"', cwd, *argv],
+            env={"PATH": PATH, "LANG": "C.UTF-8", **(env or {})},
+            stdin=asyncio.subprocess.DEVNULL if stdin is None else asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await _communicate(process, stdin, limit, on_line)
+        except TimeoutError:
+            return Completed(124, err=f"ended after {timeout_s} s".encode())
+        finally:
+            if process.returncode is None:
+                processes.end_tree(process.pid)
+                await process.wait()
+
+    def _enter(self, user: str | int | None) -> list[str]:
+        bounding = "-all," + ",".join("+" + name.lower() for name in CAPABILITIES)
+        words = ["nsenter", "-t", str(self._pid), "-U", "-m", "-p", "-n", "-i", "-u", "-r"]
+        words += ["setpriv", "--no-new-privs", f"--bounding-set={bounding}", "--inh-caps=-all"]
+        name = "root" if user is None else str(user)
+        if name not in ("root", "0"):
+            account, _, group = name.partition(":")
+            words += ["--reuid", account]
+            words += ["--regid", group, "--clear-groups"] if group else ["--init-groups"]
+        return words
+
+    def kill(self) -> None:
+        """End every process of the sandbox, at once."""
+        for pid in (self._pid, self._holder.pid if self._holder else None):
+            if pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    async def close(self) -> None:
+        """End the sandbox and remove its cgroups. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        for relay in self._relays:
+            relay.close()
+        if self._holder is not None and self._holder.returncode is None:
+            self.kill()
+            await self._holder.wait()
+        for directory in self._cgroups:
+            await asyncio.to_thread(cgroups.remove, directory)
+
+
+async def _communicate(
+    process: asyncio.subprocess.Process,
+    stdin: bytes | None,
+    limit: int,
+    on_line: Callable[[bytes], None] | None,
+) -> Completed:
+    assert process.stdout and process.stderr
+
+    async def feed() -> None:
+        if stdin is None or process.stdin is None:
+            return
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            process.stdin.write(stdin)
+            await process.stdin.drain()
+        process.stdin.close()
+
+    readers = [
+        asyncio.ensure_future(_read(process.stdout, out := bytearray(), limit, on_line)),
+        asyncio.ensure_future(_read(process.stderr, err := bytearray(), limit, None)),
+    ]
+    try:
+        await feed()
+        code = await process.wait()
+        await asyncio.wait(readers, timeout=DRAIN_S)
+        return Completed(code, bytes(out), bytes(err))
+    finally:
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+
+
+async def _read(
+    stream: asyncio.StreamReader,
+    kept: bytearray,
+    limit: int,
+    on_line: Callable[[bytes], None] | None,
+) -> None:
+    """Read to the end; keep the first `limit` bytes and drop the rest."""
+    line = b""
+    while chunk := await stream.read(65536):
+        if len(kept) < limit:
+            kept += chunk[: limit - len(kept)]
+        if on_line is not None:
+            *lines, line = (line + chunk).split(b"\n")
+            for whole in lines:
+                on_line(whole)
+            line = line[:limit]

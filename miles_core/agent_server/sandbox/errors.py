@@ -1,0 +1,11 @@
+"""What can go wrong with a sandbox."""
+
+from __future__ import annotations
+
+
+class SandboxError(RuntimeError):
+    """The sandbox could not be made, or broke; the message says where."""
+
+
+class SandboxUnsupported(RuntimeError):
+    """The task asks for something that this sandbox cannot give; the message names it."""

@@ -1,0 +1,104 @@
+"""Relays: the only way out of a sandbox.
+
+A thread enters the network namespace of the sandbox and opens a listening socket there. The
+event loop of this process, which stays in the host's namespace, serves it and connects to one
+fixed upstream address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import socket
+import threading
+
+from miles_core.agent_server.sandbox.errors import SandboxError
+
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWNET = 0x40000000
+CHUNK = 65536
+INSIDE_HOST = "127.0.0.1"
+
+
+def listen_inside(pid: int, port: int) -> socket.socket:
+    """A socket that listens on `port` of the loopback interface of the namespaces of `pid`.
+
+    The kernel lets a thread enter the network namespace when it is privileged in the user
+    namespace that owns it; root of the host is.
+    """
+    made: dict[str, socket.socket | OSError] = {}
+
+    def run() -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        try:
+            fd = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY)
+            try:
+                if libc.setns(fd, CLONE_NEWNET) != 0:
+                    code = ctypes.get_errno()
+                    raise OSError(code, os.strerror(code))
+            finally:
+                os.close(fd)
+            listener = socket.socket()
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((INSIDE_HOST, port))
+            listener.listen(64)
+            listener.setblocking(False)
+            made["socket"] = listener
+        except OSError as error:
+            made["error"] = error
+
+    thread = threading.Thread(target=run, name="sandbox-relay")
+    thread.start()
+    thread.join()
+    listener = made.get("socket")
+    if not isinstance(listener, socket.socket):
+        raise SandboxError(f"no relay on port {port} inside the sandbox: {made.get('error')}")
+    return listener
+
+
+class Relay:
+    """Serves a socket of the sandbox and connects each caller to one upstream address."""
+
+    def __init__(self, listener: socket.socket, host: str, port: int) -> None:
+        self._listener = listener
+        self._upstream = (host, port)
+        self._server: asyncio.Server | None = None
+        self._open: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, sock=self._listener)
+
+    def close(self) -> None:
+        """Stop listening and end what is open."""
+        if self._server is not None:
+            self._server.close()
+        for task in self._open:
+            task.cancel()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._open.add(task)
+        upstream_writer: asyncio.StreamWriter | None = None
+        try:
+            upstream_reader, upstream_writer = await asyncio.open_connection(*self._upstream)
+            await asyncio.gather(_pump(reader, upstream_writer), _pump(upstream_reader, writer))
+        except (OSError, asyncio.CancelledError):
+            return  # the caller sees a closed connection, which is all there is to say
+        finally:
+            self._open.discard(task)
+            for side in (writer, upstream_writer):
+                if side is not None:
+                    side.close()
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Copy until the end, and pass the end on."""
+    while data := await reader.read(CHUNK):
+        writer.write(data)
+        await writer.drain()
+    with contextlib.suppress(OSError):
+        if writer.can_write_eof():
+            writer.write_eof()

@@ -1,0 +1,32 @@
+"""What the server was started with, and the two kinds of sandbox."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+BUBBLEWRAP = "bubblewrap"
+
+BUILD_LIMIT_S = 240.0
+SETUP_LIMIT_S = 60.0
+VERIFIER_LIMIT_S = 540.0
+TEARDOWN_LIMIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Settings of one agent server."""
+
+    tasks_dir: Path
+    trials_dir: Path
+    agent_timeout_s: float = 5400.0
+    max_concurrent: int = 32
+    sandbox: str = BUBBLEWRAP
+    agent_config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def trial_timeout_s(self) -> float:
+        """The bound on a whole trial; it covers the bounds of all phases."""
+        others = BUILD_LIMIT_S + SETUP_LIMIT_S + VERIFIER_LIMIT_S + TEARDOWN_LIMIT_S
+        return self.agent_timeout_s + others

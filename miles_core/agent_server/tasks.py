@@ -1,0 +1,114 @@
+"""Task directories: which there are, and what one of them asks of a sandbox."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from harbor.models.task.config import NetworkMode
+from harbor.models.task.task import Task
+
+from miles_core.agent_server.protocol import valid_id
+from miles_core.verdicts import Cause
+
+NETWORK_COMMANDS = re.compile(
+    r"\b(?:apt-get|apt|apk|dnf|yum)\s+(?:-\S+\s+)*(?:update|install|add)\b"
+    r"|\b(?:curl|wget)\b[^|;&]*\b(?:https?|ftp)://(?!(?:localhost|127\.0\.0\.1|\[::1\]))"
+    r"|\b(?:pip3?|uv\s+pip)\s+install\s+(?!.*--no-index)(?!-e\s+\.)(?!\.)"
+    r"|\buvx\s|\buv\s+(?:sync|tool|add|run\s+--with)\b"
+    r"|\b(?:npm|pnpm|yarn)\s+(?:install|ci|add)\b|\bnpx\s"
+    r"|\bgit\s+clone\s+(?:https?|git|ssh)\b|\bcargo\s+(?:install|fetch)\b|\bgo\s+(?:get|install)\s"
+)
+"""Shell commands that fetch from the internet."""
+
+
+class TaskProblem(Exception):
+    """A task that cannot be run; `cause` is the verdict's."""
+
+    def __init__(self, cause: Cause, message: str) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
+@dataclass(frozen=True)
+class TaskSet:
+    """The tasks directory."""
+
+    root: Path
+
+    def ids(self) -> list[str]:
+        """Every id with a directory that holds a task.toml."""
+        return sorted(
+            entry.name
+            for entry in self.root.iterdir()
+            if valid_id(entry.name) and (entry / "task.toml").is_file()
+        )
+
+    def directory(self, instance_id: str) -> Path:
+        """The directory of a task; raises TaskProblem, also for a name that leads elsewhere."""
+        if not valid_id(instance_id):
+            raise TaskProblem(
+                Cause.TASK_NOT_FOUND,
+                f"{instance_id!r} is not a task id (letters, digits, '.', '_' and '-')",
+            )
+        directory = self.root / instance_id
+        if not directory.is_dir():
+            raise TaskProblem(Cause.TASK_NOT_FOUND, f"no task {instance_id!r} in {self.root}")
+        if not directory.resolve().is_relative_to(self.root.resolve()):
+            raise TaskProblem(Cause.TASK_NOT_FOUND, f"{instance_id!r} leaves the tasks directory")
+        if not (directory / "task.toml").is_file():
+            raise TaskProblem(Cause.TASK_INVALID, f"{directory} has no task.toml")
+        return directory
+
+    def load(self, instance_id: str) -> Task:
+        """The parsed task; raises TaskProblem."""
+        directory = self.directory(instance_id)
+        try:
+            return Task(directory)
+        except Exception as error:  # whatever the parser makes of a file of unknown origin
+            raise TaskProblem(Cause.TASK_INVALID, f"{directory}: {one_line(error)}") from error
+
+
+def one_line(error: BaseException, limit: int = 300) -> str:
+    """An exception as one line for a person."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:limit]
+
+
+def check_for_bubblewrap(task: Task, agent_name: str) -> None:
+    """Raise TaskProblem when a task asks for what the bubblewrap sandbox does not have.
+
+    A task whose tests fetch from the internet would be graded zero whatever the agent did, so it
+    is refused before it is run, unless it declares itself that it needs no network.
+    """
+    config = task.config
+    problem = None
+    if config.environment.gpus:
+        problem = f"task.toml: gpus = {config.environment.gpus}"
+    elif config.environment.tpu is not None:
+        problem = "task.toml: tpu"
+    elif config.environment.mcp_servers:
+        problem = "task.toml: mcp_servers"
+    elif config.environment.network_mode is not NetworkMode.NO_NETWORK:
+        directories = [task.paths.tests_dir]
+        if agent_name == "oracle":
+            directories.append(task.paths.solution_dir)
+        problem = network_need(task.paths.task_dir, directories)
+    if problem:
+        raise TaskProblem(
+            Cause.SANDBOX_UNSUPPORTED,
+            f"{problem}: not in the bubblewrap sandbox; use --sandbox docker",
+        )
+
+
+def network_need(root: Path, directories: list[Path]) -> str | None:
+    """The first line of the shell scripts in `directories` that needs the internet."""
+    for directory in directories:
+        for script in sorted(directory.rglob("*.sh")) if directory.is_dir() else []:
+            for number, line in enumerate(script.read_text(errors="replace").splitlines(), 1):
+                code = line.split(" #")[0].strip()
+                if not code.startswith("#") and NETWORK_COMMANDS.search(code):
+                    place = script.relative_to(root)
+                    return f"{place} line {number} needs the internet ({code[:120]})"
+    return None

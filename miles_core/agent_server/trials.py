@@ -1,0 +1,263 @@
+"""The trials of one server: queue, leases, results that outlive the process.
+
+Each trial has a directory `TRIALS_DIR/<id>`: `started.json` when it was accepted, `result.json`
+when it has ended. A trial with the first and without the second was running when its server died.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import orjson
+
+from miles_core.agent_server.protocol import (
+    Phase,
+    TrialRequest,
+    TrialResult,
+    TrialState,
+    TrialStatus,
+    valid_id,
+)
+from miles_core.agent_server.runner import Runner
+from miles_core.agent_server.tasks import one_line
+from miles_core.verdicts import Cause, Verdict
+
+LEASE_CHECK_S = 0.5
+CANCEL_WAIT_S = 50.0
+
+
+class UnknownTrial(LookupError):
+    """No trial of this id was ever started here."""
+
+
+@dataclass
+class Record:
+    """A trial that this process runs."""
+
+    trial_id: str
+    request: TrialRequest
+    created: float
+    renewed: float
+    phase: Phase = Phase.QUEUED
+    waiting: int = 0
+    end_cause: Cause | None = None
+    end_detail: str = ""
+    result: TrialResult | None = None
+    task: asyncio.Task[None] | None = None
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class TrialManager:
+    """Accepts trials, runs at most `capacity` at once, keeps what they ended with."""
+
+    def __init__(self, runner: Runner, trials_dir: Path, capacity: int) -> None:
+        self._runner = runner
+        self._dir = trials_dir
+        self.capacity = capacity
+        self._slots = asyncio.Semaphore(capacity)
+        self._live: dict[str, Record] = {}
+        self._leases: asyncio.Task[None] | None = None
+        self.stopping = asyncio.Event()
+
+    # ---- life of the server --------------------------------------------------------
+
+    def open(self) -> list[str]:
+        """Start. Trials that an earlier process left unfinished end here; returns their ids."""
+        self._dir.mkdir(parents=True, exist_ok=True)
+        lost = []
+        for directory in self._directories():
+            if (directory / "started.json").exists() and not (directory / "result.json").exists():
+                verdict = Verdict.no_verdict(
+                    Cause.SERVER_RESTARTED, "the agent server ended while the trial was running"
+                )
+                self._write(TrialResult.of(directory.name, verdict))
+                lost.append(directory.name)
+        self._leases = asyncio.create_task(self._watch_leases(), name="leases")
+        return lost
+
+    async def close(self) -> None:
+        """End every trial and wait for their sandboxes to be gone."""
+        self.stopping.set()
+        if self._leases is not None:
+            self._leases.cancel()
+        for record in list(self._live.values()):
+            self._end(record, Cause.SERVER_RESTARTED, "the agent server was stopped")
+        tasks = [record.task for record in self._live.values() if record.task is not None]
+        if tasks:
+            await asyncio.wait(tasks, timeout=CANCEL_WAIT_S)
+
+    def _directories(self) -> Iterator[Path]:
+        for entry in self._dir.iterdir():
+            if entry.is_dir() and valid_id(entry.name):
+                yield entry
+
+    # ---- what the routes call ------------------------------------------------------
+
+    def start(self, trial_id: str, request: TrialRequest) -> TrialStatus:
+        """Start a trial, or join the one of this id."""
+        known = self._find(trial_id)
+        if known is not None:
+            return known
+        now = time.monotonic()
+        record = Record(trial_id, request, now, now)
+        self._live[trial_id] = record
+        started = {
+            "trial_id": trial_id,
+            "instance_id": request.instance_id,
+            "agent_name": request.agent_name,
+            "session_server_instance_id": request.session_server_instance_id,
+            "created_at": time.time(),
+        }
+        write_file(self._dir / trial_id / "started.json", orjson.dumps(started))
+        record.task = asyncio.create_task(self._run(record), name=f"trial-{trial_id}")
+        record.task.add_done_callback(lambda task: self._ended(record))
+        return self._status(record)
+
+    def status(self, trial_id: str) -> TrialStatus:
+        """A trial's status; renews its lease. Raises UnknownTrial."""
+        known = self._find(trial_id)
+        if known is None:
+            raise UnknownTrial(trial_id)
+        return known
+
+    async def wait(self, trial_id: str, wait_s: float) -> TrialStatus:
+        """The status when the trial has ended, or after `wait_s` seconds."""
+        record = self._live.get(trial_id)
+        if record is not None and wait_s > 0 and not self.stopping.is_set():
+            record.waiting += 1
+            try:
+                events = [
+                    asyncio.ensure_future(record.ended.wait()),
+                    asyncio.ensure_future(self.stopping.wait()),
+                ]
+                try:
+                    await asyncio.wait(events, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    for event in events:
+                        event.cancel()
+            finally:
+                record.waiting -= 1
+                record.renewed = time.monotonic()
+        return self.status(trial_id)
+
+    async def cancel(self, trial_id: str) -> TrialStatus:
+        """End a trial; answers when it has ended. Raises UnknownTrial."""
+        record = self._live.get(trial_id)
+        if record is not None:
+            self._end(record, Cause.CANCELLED, "cancelled by a request")
+            await asyncio.wait_for(record.ended.wait(), CANCEL_WAIT_S)
+        return self.status(trial_id)
+
+    async def flush(self, session_server_instance_id: str) -> list[str]:
+        """End every trial of one trainer; the ids that were ended."""
+        theirs = [
+            record
+            for record in self._live.values()
+            if record.request.session_server_instance_id == session_server_instance_id
+        ]
+        for record in theirs:
+            self._end(record, Cause.CANCELLED, "flushed")
+        for record in theirs:
+            await asyncio.wait_for(record.ended.wait(), CANCEL_WAIT_S)
+        return [record.trial_id for record in theirs]
+
+    def counts(self) -> tuple[int, int]:
+        """How many trials are running and how many are queued."""
+        queued = sum(record.phase is Phase.QUEUED for record in self._live.values())
+        return len(self._live) - queued, queued
+
+    # ---- inside --------------------------------------------------------------------
+
+    async def _run(self, record: Record) -> None:
+        """The life of one trial: it always ends with a result."""
+        try:
+            async with self._slots:
+                record.phase = Phase.ENVIRONMENT
+
+                def enter(phase: Phase) -> None:
+                    record.phase = phase
+
+                result = await self._runner.run(record.trial_id, record.request, enter)
+        except asyncio.CancelledError:
+            return  # _ended knows why
+        except Exception as error:  # nothing may leave a trial without a result
+            verdict = Verdict.no_verdict(Cause.INTERNAL_ERROR, one_line(error, 500))
+            result = TrialResult.of(record.trial_id, verdict)
+        record.result = result
+
+    def _ended(self, record: Record) -> None:
+        """Keep the result of a trial whose task is done, also of one that never began."""
+        if record.result is None:
+            verdict = Verdict.no_verdict(record.end_cause or Cause.CANCELLED, record.end_detail)
+            record.result = TrialResult.of(record.trial_id, verdict)
+        record.phase = Phase.ENDED
+        try:
+            self._write(record.result)
+        finally:
+            record.ended.set()
+            self._live.pop(record.trial_id, None)
+
+    def _end(self, record: Record, cause: Cause, detail: str) -> None:
+        if record.task is not None and record.end_cause is None and not record.ended.is_set():
+            record.end_cause, record.end_detail = cause, detail
+            record.task.cancel()
+
+    async def _watch_leases(self) -> None:
+        while True:
+            await asyncio.sleep(LEASE_CHECK_S)
+            now = time.monotonic()
+            for record in list(self._live.values()):
+                lease = record.request.lease_s
+                if not record.waiting and now - record.renewed > lease:
+                    self._end(record, Cause.LEASE_EXPIRED, f"not asked for in {lease:.0f} s")
+
+    def _find(self, trial_id: str) -> TrialStatus | None:
+        record = self._live.get(trial_id)
+        if record is not None:
+            record.renewed = time.monotonic()
+            return self._status(record)
+        path = self._dir / trial_id / "result.json"
+        if not path.exists():
+            return None
+        result = TrialResult.model_validate_json(path.read_bytes())
+        return TrialStatus(
+            trial_id=trial_id, state=TrialState.ENDED, phase=Phase.ENDED, result=result
+        )
+
+    def _status(self, record: Record) -> TrialStatus:
+        state, position = TrialState.RUNNING, None
+        if record.phase is Phase.QUEUED:
+            state = TrialState.QUEUED
+            queued = [r for r in self._live.values() if r.phase is Phase.QUEUED]
+            position = queued.index(record)
+        elif record.phase is Phase.ENDED:
+            state = TrialState.ENDED
+        return TrialStatus(
+            trial_id=record.trial_id,
+            state=state,
+            phase=record.phase,
+            queue_position=position,
+            age_s=round(time.monotonic() - record.created, 3),
+            result=record.result,
+        )
+
+    def _write(self, result: TrialResult) -> None:
+        path = self._dir / result.trial_id / "result.json"
+        write_file(path, result.model_dump_json(indent=2).encode())
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write beside the final name, sync, rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

@@ -1,0 +1,146 @@
+"""From what Harbor recorded about a trial to one verdict.
+
+The only source of a reward is the verifier's. Everything else says why there is none.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harbor.models.trial.result import ExceptionInfo, TimingInfo
+from harbor.models.trial.result import TrialResult as HarborResult
+
+from miles_core.agent_server.agents import HOST_AGENTS, AgentJob
+from miles_core.agent_server.protocol import AgentMetrics, Phase
+from miles_core.verdicts import Cause, Verdict
+
+BY_EXCEPTION = {
+    "EnvironmentStartTimeoutError": Cause.SANDBOX_FAILED,
+    "SandboxUnsupported": Cause.SANDBOX_UNSUPPORTED,
+    "SandboxError": Cause.SANDBOX_FAILED,
+    "SandboxBuildFailedError": Cause.SANDBOX_FAILED,
+    "HealthcheckError": Cause.SANDBOX_FAILED,
+    "AgentSetupTimeoutError": Cause.AGENT_SETUP_FAILED,
+    "VerifierTimeoutError": Cause.VERIFIER_TIMEOUT,
+    "RewardFileNotFoundError": Cause.REWARD_MISSING,
+    "RewardFileEmptyError": Cause.REWARD_INVALID,
+    "VerifierOutputParseError": Cause.REWARD_INVALID,
+}
+
+BY_PHASE = {
+    Phase.ENVIRONMENT: Cause.SANDBOX_FAILED,
+    Phase.AGENT_SETUP: Cause.AGENT_SETUP_FAILED,
+    Phase.AGENT: Cause.AGENT_CRASHED,
+    Phase.VERIFIER: Cause.VERIFIER_FAILED,
+}
+
+AGENT_ENDED_EARLY = ("AgentTimeoutError", "NonZeroAgentExitCodeError")
+"""Exceptions of the agent's phase after which Harbor still runs the verifier."""
+
+
+@dataclass
+class Ended:
+    """What is known when Harbor's trial has ended."""
+
+    harbor: HarborResult
+    job: AgentJob
+    phase: Phase
+    verifier_dir: Path
+
+
+def decide(ended: Ended) -> Verdict:
+    """The verdict of a trial that Harbor has taken to its end."""
+    job, harbor = ended.job, ended.harbor
+    failures = _exceptions(harbor)
+    if job.failure is not None:
+        return Verdict.no_verdict(job.failure.cause, str(job.failure)[:500])
+    timed_out = any(failure.exception_type == "AgentTimeoutError" for failure in failures)
+    fatal = [f for f in failures if f.exception_type not in AGENT_ENDED_EARLY]
+    if fatal:
+        return Verdict.no_verdict(_cause(fatal[0], ended.phase), _detail(fatal[0]))
+    if job.turns == 0 and job.request.agent_name not in HOST_AGENTS:
+        detail = job.exit_status or ("the agent ran out of time" if timed_out else "")
+        return Verdict.no_verdict(Cause.NO_MODEL_CALL, f"no model call was answered; {detail}")
+    rewards = _rewards(harbor)
+    if rewards is None:
+        return _ungraded(ended)
+    reward = choose_reward(rewards)
+    if reward is None:
+        return Verdict.no_verdict(Cause.REWARD_INVALID, f"no usable key 'reward' in {rewards}")
+    cause = Cause.AGENT_TIMEOUT if timed_out else job.cause
+    if cause is None and failures:
+        cause = Cause.AGENT_CRASHED
+    return Verdict.graded(reward, rewards, cause)
+
+
+def choose_reward(rewards: dict[str, Any]) -> float | None:
+    """The reward among named rewards: the key `reward`, or the only key there is."""
+    value = rewards.get("reward", next(iter(rewards.values())) if len(rewards) == 1 else None)
+    if isinstance(value, (int, float)) and math.isfinite(value):
+        return float(value)
+    return None
+
+
+def _rewards(harbor: HarborResult) -> dict[str, Any] | None:
+    if harbor.verifier_result is None or harbor.verifier_result.rewards is None:
+        return None
+    return dict(harbor.verifier_result.rewards)
+
+
+def _exceptions(harbor: HarborResult) -> list[ExceptionInfo]:
+    """Those of the trial and, for a task of several steps, those of its steps."""
+    steps = [step.exception_info for step in harbor.step_results or []]
+    return [info for info in [harbor.exception_info, *steps] if info is not None]
+
+
+def _cause(failure: ExceptionInfo, phase: Phase) -> Cause:
+    kind, message = failure.exception_type, failure.exception_message
+    if kind in BY_EXCEPTION:
+        return BY_EXCEPTION[kind]
+    if kind == "FileNotFoundError" and message.startswith(("Solution script", "No test script")):
+        return Cause.TASK_INVALID
+    if kind == "FileNotFoundError" and "No OS-compatible solution" in message:
+        return Cause.TASK_INVALID
+    if kind == "ValidationError" and phase is Phase.VERIFIER:
+        return Cause.REWARD_INVALID
+    return BY_PHASE.get(phase, Cause.INTERNAL_ERROR)
+
+
+def _detail(failure: ExceptionInfo) -> str:
+    return f"{failure.exception_type}: {' '.join(failure.exception_message.split())}"[:500]
+
+
+def _ungraded(ended: Ended) -> Verdict:
+    """An early end of the agent hides the verifier's own error: look at what it left."""
+    timing = ended.harbor.verifier
+    if timing is None or timing.started_at is None:
+        return Verdict.no_verdict(Cause.VERIFIER_FAILED, "the verifier did not run")
+    files = [ended.verifier_dir / name for name in ("reward.json", "reward.txt")]
+    if any(file.exists() for file in files):
+        return Verdict.no_verdict(Cause.REWARD_INVALID, "the reward file holds no finite number")
+    return Verdict.no_verdict(Cause.REWARD_MISSING, "the verifier wrote no reward file")
+
+
+def metrics(ended: Ended, total_s: float) -> AgentMetrics:
+    """Counts and times of the trial's phases."""
+    harbor, job = ended.harbor, ended.job
+    called = job.request.agent_name not in HOST_AGENTS
+    return AgentMetrics(
+        turns=job.turns if called else None,
+        n_input_tokens=job.input_tokens if called else None,
+        n_output_tokens=job.output_tokens if called else None,
+        env_setup_time=_seconds(harbor.environment_setup),
+        agent_setup_time=_seconds(harbor.agent_setup),
+        agent_run_time=_seconds(harbor.agent_execution),
+        eval_time=_seconds(harbor.verifier),
+        total_time=round(total_s, 4),
+    )
+
+
+def _seconds(timing: TimingInfo | None) -> float | None:
+    if timing is None or timing.started_at is None or timing.finished_at is None:
+        return None
+    return round((timing.finished_at - timing.started_at).total_seconds(), 4)
