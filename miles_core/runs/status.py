@@ -81,7 +81,8 @@ def status(run_dir: RunDir | str | Path, now: float | None = None) -> RunStatus:
 
     A run without an end in the journal is `running` until its last event is older than
     `stall_limit_s`. After an interrupted attempt it is `stalled` as soon as no supervisor holds
-    the lock. Raises UserError when the directory is no run or its journal is damaged.
+    the lock, and after a failed one it is `failed` only when no supervisor is there to try again.
+    Raises UserError when the directory is no run or its journal is damaged.
     """
     run = run_dir if isinstance(run_dir, RunDir) else RunDir(run_dir)
     run.identity()
@@ -96,7 +97,8 @@ def status_of(run: RunDir, state: RunState, now: float) -> RunStatus:
         state, config["cluster"]["stall_seconds"], config["cluster"]["first_step_grace_s"]
     )
     detail = state.detail
-    if state.state in FINAL_STATES:
+    retrying = state.state == "failed" and holder(run) is not None
+    if state.state in FINAL_STATES and not retrying:
         shown, eta = state.state, 0.0 if state.state == "completed" else None
     elif age > limit:
         shown, eta = "stalled", None

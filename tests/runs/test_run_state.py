@@ -151,6 +151,16 @@ def test_an_interrupted_run_is_running_only_while_it_is_driven(run: RunDir) -> N
         assert status(run, 2002).state == "running"
 
 
+def test_a_failed_attempt_is_not_the_end_while_a_supervisor_holds_the_run(run: RunDir) -> None:
+    script = Script()
+    script.started(2000, 1, 0)
+    script(2001, "run_ended", state="failed", detail="the engine died")
+    script.write(run)
+    with run_lock(run):
+        assert status(run, 2002).state == "running"
+    assert status(run, 2002).state == "failed"
+
+
 def test_status_of_something_else_is_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"run\.json"):
         status(tmp_path)
