@@ -122,7 +122,7 @@ class EngineApp:
     # -- control -------------------------------------------------------------------------------
 
     async def abort(self, body: dict[str, Any]) -> Answer:
-        """`/abort_request` with `rid` (also the first part of the ids of a batch) or `abort_all`."""
+        """`/abort_request` with `rid` (also of a whole batch) or `abort_all`."""
         rid = body.get("rid")
         if not body.get("abort_all") and not (isinstance(rid, str) and rid):
             raise RequestError("rid must be a string, or abort_all true")
@@ -159,7 +159,7 @@ class EngineApp:
             None if version is None else str(version),
             bool(body.get("abort_all_requests", False)),
             bool(body.get("flush_cache", True)),
-            bool(body.get("keep_pause", True)),
+            bool(body.get("keep_pause", False)),
         )
         message = f"serving {path} as version {self.engine.version}"
         return 200, {"success": True, "message": message, "num_paused_requests": held}
@@ -257,5 +257,3 @@ async def wait_disconnect(receive: Receive) -> None:
     """Return when the client has gone away."""
     while (await receive())["type"] != "http.disconnect":
         pass
-
-

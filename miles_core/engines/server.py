@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 from pathlib import Path
+from types import FrameType
 
 import uvicorn
 
@@ -23,6 +24,10 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self.ready_file = ready_file
         self.address = address
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Shut down cleanly; unlike uvicorn's own, do not raise the signal again afterwards."""
+        self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -85,12 +90,14 @@ def serve(args: argparse.Namespace) -> int:
     )
     failed = threading.Event()
 
-    def end(_: BaseException | None = None) -> None:
-        if _ is not None:
-            failed.set()
+    def end() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
-    engine = Engine(options, on_death=end)
+    def died(_: BaseException) -> None:
+        failed.set()
+        end()
+
+    engine = Engine(options, on_death=died)
     app = EngineApp(engine, served_name=options.model.name)
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=2

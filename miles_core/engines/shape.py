@@ -66,7 +66,9 @@ def _rope_theta(config: dict[str, Any], path: Path) -> float:
         raise ModelDirectoryError(f"{path}: field rope_parameters must be an object")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
-        raise ModelDirectoryError(f"{path}: field rope_parameters.rope_type {kind!r} is unsupported")
+        raise ModelDirectoryError(
+            f"{path}: field rope_parameters.rope_type {kind!r} is unsupported"
+        )
     flat = config.get("rope_theta")
     if "rope_theta" in rope:
         return float(_number(rope, path, "rope_theta"))

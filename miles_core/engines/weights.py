@@ -125,7 +125,9 @@ def load_weights(directory: Path, shape: ModelShape, dtype: torch.dtype) -> Weig
     found = read_shape(directory)
     if found != shape:
         differing = [
-            name for name in shape.__dataclass_fields__ if getattr(found, name) != getattr(shape, name)
+            name
+            for name in shape.__dataclass_fields__
+            if getattr(found, name) != getattr(shape, name)
         ]
         raise ModelDirectoryError(
             f"{directory / 'config.json'}: {', '.join(differing)} differ from the served model"
@@ -136,9 +138,7 @@ def load_weights(directory: Path, shape: ModelShape, dtype: torch.dtype) -> Weig
         embedding=embedding,
         layers=[_layer(reader, shape, index) for index in range(shape.layers)],
         norm=reader.get("model.norm.weight", shape.hidden),
-        head=embedding
-        if shape.tied
-        else reader.get("lm_head.weight", shape.vocab, shape.hidden),
+        head=embedding if shape.tied else reader.get("lm_head.weight", shape.vocab, shape.hidden),
     )
     _check_finite(weights, directory)
     return weights
