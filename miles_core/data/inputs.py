@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from miles_core.data.rows import DEFAULT_SPLIT, BadRow, DataError
 JSONL_SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz")
 SUFFIXES = (*JSONL_SUFFIXES, ".parquet")
 _PARQUET_BATCH = 256
+_HUB_TIMEOUT_S = 5.0
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -133,6 +135,10 @@ def _load_saved(path: Path, split: str | None) -> Any:
 
 
 def _load_named(name: str, split: str | None) -> Any:
+    if not _hub_answers():
+        # Only the local cache can help; the library would retry for half a minute first. It reads
+        # the variable when it is imported.
+        os.environ["HF_HUB_OFFLINE"] = "1"
     import datasets
 
     try:
@@ -143,6 +149,17 @@ def _load_named(name: str, split: str | None) -> Any:
             f"{name}: not a file or folder, and not a dataset that can be loaded: {first}",
             "check --input, --split and the network",
         ) from error
+
+
+def _hub_answers() -> bool:
+    import httpx
+
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    try:
+        httpx.head(endpoint, timeout=_HUB_TIMEOUT_S)
+    except httpx.HTTPError:
+        return False
+    return True
 
 
 def _read_dataset(name: str, dataset: Any) -> Iterator[RawRow]:

@@ -43,6 +43,14 @@ def test_convert_fails_whole_or_skips(source: Path, tmp_path: Path) -> None:
     assert row["metadata"]["agent_name"] == "oracle"
 
 
+def test_unknown_dataset_fails_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nothing listens on this port
+    wrong = miles("data", "convert", "--input", "data/missing", "--output", f"{tmp_path}/o.jsonl")
+    assert wrong.returncode == 2
+    assert "data/missing: not a file or folder" in wrong.stderr
+    assert "Retrying" not in wrong.stderr
+
+
 def test_help_and_unknown_flag() -> None:
     text = miles("data", "convert", "--help").stdout
     for flag in ("input", "output", "agent-name", "prompt-key", "id-key", "split", "limit"):
