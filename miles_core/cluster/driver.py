@@ -17,11 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from miles_core.cluster.attempt import Attempt, Interrupted
+from miles_core.errors import UserError
+from miles_core.rollout.outage import OutageError
 from miles_core.runs.directory import RunDir
 from miles_core.runs.files import write_json
 from miles_core.runs.journal import Journal
 
 log = logging.getLogger("miles.driver")
+
+FINAL_ERRORS = (UserError, OutageError)
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -40,10 +44,15 @@ def redirect_output(path: Path) -> None:
     os.close(fd)
 
 
-def first_line(error: BaseException) -> str:
-    """What went wrong, from the innermost error of nested groups."""
+def innermost(error: BaseException) -> BaseException:
+    """The first real error of nested groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
+    return error
+
+
+def first_line(error: BaseException) -> str:
+    """What went wrong, on one line."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0] if text else ''}".rstrip(": ")
 
@@ -62,7 +71,10 @@ async def drive(run: RunDir, journal: Journal, number: int) -> dict[str, Any]:
         return {"state": "interrupted", "detail": "asked to stop", "step": attempt.step}
     except Exception as error:
         log.error("%s", traceback.format_exc())
-        return {"state": "failed", "detail": first_line(error), "step": attempt.step}
+        cause = innermost(error)
+        # Another attempt may cure what died or was out of reach, but not what a person must change.
+        state = "failed" if isinstance(cause, FINAL_ERRORS) else "interrupted"
+        return {"state": state, "detail": first_line(cause), "step": attempt.step}
     finally:
         await attempt.close()
     return {"state": "completed", "detail": "", "step": attempt.step}
