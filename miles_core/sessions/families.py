@@ -108,15 +108,20 @@ class ChatFamily:
         """The ids that follow a recorded turn, whose last id is the end-of-turn token.
 
         `prev_messages` end with that turn's answer. The ids hold what the template puts after the
-        end of a turn, the new messages, and the generation prompt. Raises `NotAppendOnly`.
+        end of a turn, the new messages, and the generation prompt. Raises `NotAppendOnly` when a
+        checkpoint's own template would now render the prompt of that turn differently.
         """
+        asked = ""
         if self.own_template:
             prev_messages, tools = [Message("assistant")], None
+        else:
+            asked = self.render_text(prev_messages[:-1], tools)
         before = self.render_text(prev_messages, tools, add_generation_prompt=False)
         after = self.render_text([*prev_messages, *new_messages], tools)
         end = self.tokenizer.token_of(self.end_of_turn_id) or ""
         cut = before.rfind(end) + len(end)
-        if end not in before or not after.startswith(before[:cut]):
+        kept = after.startswith(asked) and after.startswith(before[:cut])
+        if end not in before or not kept:
             raise NotAppendOnly(f"the template of family {self.name!r} rewrites earlier turns")
         return self.tokenizer.encode(after[cut:])
 

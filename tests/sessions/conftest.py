@@ -1,0 +1,43 @@
+"""Fixtures of the session tests: a tokenizer, a scripted engine, a real session server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from session_helpers import ScriptedEngine, make_tokenizer, serving, session_server
+
+from miles_core.sessions.families import ChatFamily, load_family
+
+
+@pytest.fixture(scope="session")
+def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="session")
+def family(tokenizer_dir: Path) -> ChatFamily:
+    return load_family(tokenizer_dir)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[ScriptedEngine]:
+    engine = ScriptedEngine()
+    with serving(engine):
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def server_url(
+    tokenizer_dir: Path, engine: ScriptedEngine, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    with session_server(tokenizer_dir, engine.url, tmp_path_factory.mktemp("server")) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def http() -> Iterator[httpx.Client]:
+    with httpx.Client(timeout=30, trust_env=False) as client:
+        yield client
