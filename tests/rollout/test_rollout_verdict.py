@@ -8,7 +8,8 @@ from miles_core.sessions.protocol import SessionSamples
 from miles_core.rollout.place import join_verdict
 from miles_core.verdicts import POLICY_CAUSES, Cause, Verdict, VerdictKind
 
-SAMPLE = {"tokens": [1, 2], "loss_mask": [0, 1], "logprobs": [0.0, -0.5], "turns": []}
+TURN = {"rid": "r", "start": 1, "end": 2, "weight_version": 1, "finish_reason": "stop"}
+SAMPLE = {"tokens": [1, 2], "loss_mask": [0, 1], "logprobs": [0.0, -0.5], "turns": [TURN]}
 GRADED = Verdict.graded(1.0, {"reward": 1.0})
 
 
