@@ -110,20 +110,23 @@ class RolloutLoop:
             self._journal_end(finished[place], reused=True)
             return finished[place]
         used = number = 0
+        seen = self._gate.outages
         while used < self._config.max_attempts:
             async with self._slots:
                 await self._gate.passed()
                 trajectory = await self._runner.run(place, row, number)
             trajectory.save(self._trials_dir)
             self._journal_end(trajectory, reused=False)
+            outages = self._gate.outages
+            self._gate.record(trajectory.verdict)
             if trajectory.verdict.trainable:
-                self._gate.record(trajectory.verdict)
                 return trajectory
             number += 1
-            # An attempt that fell into an outage says nothing about this place.
-            self._gate.record(trajectory.verdict)
-            if not self._gate.closed:
-                used += 1
+            used += 1
+            if self._gate.outages > outages or outages > seen:
+                # Attempts that fell into an outage say nothing about this place.
+                used = 0
+            seen = self._gate.outages
         return None
 
     def _journal_end(self, trajectory: Trajectory, reused: bool) -> None:

@@ -18,6 +18,7 @@ class OutageGate:
     """A window over the latest verdicts; closed for a while when too many of them say nothing.
 
     The gate opens again after `wait_s` with an empty window: the next trials are the probe.
+    `outages` counts how often it has closed.
     """
 
     def __init__(
@@ -34,11 +35,7 @@ class OutageGate:
         self._wait_s = wait_s
         self._on_alarm = on_alarm
         self._closed_until = 0.0
-
-    @property
-    def closed(self) -> bool:
-        """Whether new trials are held back now."""
-        return time.monotonic() < self._closed_until
+        self.outages = 0
 
     def record(self, verdict: Verdict) -> None:
         """Take in a verdict; raises OutageError when the limit is passed and `fail` is set."""
@@ -52,6 +49,7 @@ class OutageGate:
         self._recent.clear()
         if self._fail:
             raise OutageError(detail)
+        self.outages += 1
         self._closed_until = time.monotonic() + self._wait_s
         self._on_alarm("outage", f"{detail}; new trials wait {self._wait_s:g} s")
 

@@ -149,12 +149,12 @@ async def test_an_outage_holds_trials_back_and_costs_no_attempts(tmp_path):
         return [graded()] if seen["calls"] > healthy_after else [lost()]
 
     loop, _ = make(
-        tmp_path, script, no_verdict_window=4, max_attempts=2, outage_wait_s=0.01, concurrency=2
+        tmp_path, script, no_verdict_window=4, max_attempts=2, outage_wait_s=0.01, concurrency=8
     )
     loop._runner.run = _fresh(script)  # each call asks the script anew
     groups = await loop.run_step(0, rows(2))
     assert events(tmp_path, "alarm")[0]["kind"] == "outage"
-    assert sum(len(g.trajectories) for g in groups) >= 2
+    assert [len(g.trajectories) for g in groups] == [4, 4]
 
 
 def _fresh(script):
