@@ -234,7 +234,7 @@ def _own_family(tokenizer: ChatTokenizer) -> ChatFamily:
     tail = family.render_text(probe, None, False).rpartition(_PROBE)[2]
     ids = tokenizer.encode(tail.lstrip())
     end = ids[0] if ids else -1
-    if end < 0 or not tail.lstrip().startswith(tokenizer.token_of(end) or "\0"):
+    if not tokenizer.is_added(end):
         raise UserError(
             f"the chat template of {tokenizer.directory} ends an answer with {tail!r}, "
             "which does not begin with a token of its own",

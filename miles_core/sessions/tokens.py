@@ -51,6 +51,10 @@ class ChatTokenizer:
     def token_of(self, token_id: int) -> str | None:
         return self._tokenizer.id_to_token(token_id)
 
+    def is_added(self, token_id: int) -> bool:
+        """Whether an id is a token of its own, which no other text can merge with."""
+        return token_id in self._tokenizer.get_added_tokens_decoder()
+
     def special_token(self, name: str) -> str | None:
         """The text of e.g. `eos_token`, which a configuration spells as a string or an object."""
         value = self.config.get(name)
