@@ -147,8 +147,18 @@ def load_weights(directory: Path, shape: ModelShape, dtype: torch.dtype) -> Weig
 def _check_finite(weights: Weights, directory: Path) -> None:
     tensors = {"embedding": weights.embedding, "norm": weights.norm, "head": weights.head}
     for index, layer in enumerate(weights.layers):
-        for name in ("qkv", "out", "gate_up", "down", "input_norm", "post_norm"):
-            tensors[f"layer {index} {name}"] = getattr(layer, name)
+        for name in (
+            "qkv",
+            "out",
+            "gate_up",
+            "down",
+            "input_norm",
+            "post_norm",
+            "q_norm",
+            "k_norm",
+        ):
+            if getattr(layer, name) is not None:
+                tensors[f"layer {index} {name}"] = getattr(layer, name)
     for name, tensor in tensors.items():
         # A sum is finite only if no element is infinite or NaN, and needs no second array.
         if not torch.isfinite(tensor.sum(dtype=torch.float64)):
