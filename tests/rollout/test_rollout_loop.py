@@ -159,6 +159,7 @@ async def test_an_outage_holds_trials_back_and_costs_no_attempts(tmp_path):
 
 def _fresh(script):
     async def run(place, row, attempt):
+        await asyncio.sleep(0.001)  # so that places take turns, as real trials do
         verdict = script(place)[0]
         samples = [SAMPLE] if verdict.trainable else []
         trial_id = f"s{place.step:04d}-{place.group_id}-m{place.member}-k{attempt}"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from miles_core.sessions.protocol import SessionSamples
 
 from miles_core.rollout.place import join_verdict
+from miles_core.sessions.protocol import SessionSamples
 from miles_core.verdicts import POLICY_CAUSES, Cause, Verdict, VerdictKind
 
 TURN = {"rid": "r", "start": 1, "end": 2, "weight_version": 1, "finish_reason": "stop"}
