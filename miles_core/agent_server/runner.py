@@ -110,7 +110,8 @@ class Runner:
         ended = Ended(trial.result, job, reached, trial.paths.verifier_dir)
         verdict = decide(ended)
         total = time.monotonic() - started
-        return TrialResult.of(trial_id, verdict, metrics(ended, total), job.exit_status)
+        status = job.exit_status if verdict.cause is None else None
+        return TrialResult.of(trial_id, verdict, metrics(ended, total), status)
 
     def _check(self, task: Task, request: TrialRequest) -> None:
         if request.agent_name not in AGENTS:
