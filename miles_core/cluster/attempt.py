@@ -121,7 +121,9 @@ class Attempt:
         training = self.config.training
         self._fleet.start()
         self._trainers = TrainerGroup(
-            trainer_config(self.config, hf_checkpoint=self.inputs.hf_checkpoint),
+            trainer_config(
+                training, self.config.run.seed, temperature=self.config.rollout.temperature
+            ),
             training.num_trainer_ranks,
         )
         setup = self._trainers.setup(load or self.inputs.torch_dist, self.inputs.ref_torch_dist)

@@ -79,7 +79,7 @@ class RolloutConfig(Section):
     temperature: float = Field(0.8, gt=0, description="Sampling temperature")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus of the sampling")
     rollout_max_response_len: int = Field(8192, ge=1, description="Tokens of one model call")
-    max_seq_len: int = Field(65536, ge=8, description="Tokens of a whole trajectory")
+    max_seq_len: int = Field(16384, ge=8, description="Tokens of a whole trajectory")
     max_turns: int = Field(100, ge=1, description="Model calls of one trial")
     max_concurrent_trials: int | None = Field(
         None, ge=1, description="Trials in flight; default: all of a step, capped by the server"
