@@ -158,3 +158,9 @@ def test_a_wrong_configuration_names_file_and_field(
     (tmp_path / "config.json").write_text(json.dumps({**config, field: value}))
     with pytest.raises(ModelDirectoryError, match=rf"config\.json: field {field}"):
         read_shape(tmp_path)
+
+
+def test_bfloat16_is_close(models: dict[str, Path]) -> None:
+    engine = Engine(EngineOptions(models["qwen3"], dtype="bfloat16"), lambda _: None)
+    requests = generate(engine, [prompt(40, 8), prompt(9, 9)])
+    assert max(worst(r, reference(models["qwen3"])) for r in requests) < 0.5
