@@ -112,7 +112,9 @@ class RayJobs:
     def _json(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         answer = self._call(method, path, body)
         if answer.status_code in (502, 503, 504):
-            raise ClusterUnreachable(f"{self.url} answers {answer.status_code}: {answer.text[:200]}")
+            raise ClusterUnreachable(
+                f"{self.url} answers {answer.status_code}: {answer.text[:200]}"
+            )
         if answer.is_error:
             raise ClusterRefused(
                 f"{method} {self.url}{path} answers {answer.status_code}: "
@@ -185,11 +187,16 @@ class RayJobs:
         return job
 
 
+def _reason(message: str) -> str:
+    """Ray's message without the log that it appends to it."""
+    return message.partition(", last available logs")[0].strip()[:_MESSAGE_CHARS]
+
+
 def _job(raw: dict[str, Any]) -> Job:
     return Job(
         id=raw["submission_id"],
         status=str(raw["status"]),
-        message=(raw.get("message") or "").strip()[:_MESSAGE_CHARS],
+        message=_reason(raw.get("message") or ""),
         metadata=raw.get("metadata") or {},
         start_time=raw.get("start_time") or 0,
     )

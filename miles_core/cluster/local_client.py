@@ -108,7 +108,7 @@ def start(run: RunDir, config: MilesConfig) -> None:
 
 
 def _clear(run: RunDir) -> None:
-    """End what a guardian that is gone left behind, by the mark in its environment and by record."""
+    """End what a guardian that is gone left behind, by its mark in their environment and by record."""
     folder = cluster_dir(run)
     info = _read(folder / "guardian.json")
     if info is not None:
@@ -129,7 +129,9 @@ def locate(run: RunDir, config: MilesConfig) -> Cluster | None:
     folder = cluster_dir(run)
     ray = _read(folder / "ray.json") if needs_ray(config) else {"url": config.cluster.ray_address}
     agent_url = config.agent_server.agent_server_url
-    agent = _read(folder / "agent_server.json") if needs_agent_server(config) else {"url": agent_url}
+    agent = (
+        _read(folder / "agent_server.json") if needs_agent_server(config) else {"url": agent_url}
+    )
     if ray is None or agent is None:
         return None
     token = ray.get("token_path")

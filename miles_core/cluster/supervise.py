@@ -177,9 +177,7 @@ class Supervisor:
         job_ref: list[Job] = []
         cluster = None
         try:
-            cluster = local_client.wait_ready(
-                self.run, self.config, interrupted=self._check_cancel
-            )
+            cluster = local_client.wait_ready(self.run, self.config, interrupted=self._check_cancel)
             self._record_agent_server(cluster.agent_server_url)
             with cluster.jobs() as jobs:
                 self._follow(jobs, job_ref)
@@ -272,7 +270,7 @@ class Supervisor:
             raise TrainingCrashed("the run's Ray head ended, and the job with it")
         if (own or needs_agent_server(self.config)) and local_client.guardian(self.run) is None:
             if own:
-                raise TrainingCrashed("the guardian of the local cluster ended, and the job with it")
+                raise TrainingCrashed("the guardian of the local cluster ended, its job too")
             local_client.start(self.run, self.config)
         try:
             found = jobs.get(job.id)
