@@ -57,7 +57,9 @@ class TrainerGroup:
 
         gpus = 1 if ray.cluster_resources().get("GPU", 0) >= world_size else 0
         actor = ray.remote(num_cpus=CPUS_PER_RANK, num_gpus=gpus)(RankActor)
-        self._ranks = [actor.remote(config, rank, world_size) for rank in range(world_size)]
+        self._ranks: list[Any] = [
+            actor.remote(config, rank, world_size) for rank in range(world_size)
+        ]
 
     async def pids(self) -> list[int]:
         """Process ids of the ranks."""

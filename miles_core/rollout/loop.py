@@ -53,7 +53,7 @@ class RolloutLoop:
             max_share=config.max_no_verdict_share,
             fail=config.on_outage == "fail",
             wait_s=config.outage_wait_s,
-            on_alarm=lambda kind, detail: journal.append("alarm", kind=kind, detail=detail),
+            on_alarm=self._alarm,
         )
 
     async def run_step(self, step: int, rows: list[Row]) -> list[Group]:
@@ -128,6 +128,9 @@ class RolloutLoop:
                 used = 0
             seen = self._gate.outages
         return None
+
+    def _alarm(self, kind: str, detail: str) -> None:
+        self._journal.append("alarm", kind=kind, detail=detail)
 
     def _journal_end(self, trajectory: Trajectory, reused: bool) -> None:
         verdict = trajectory.verdict

@@ -93,7 +93,7 @@ class TrialRunner:
         result = await self.agents.run(
             trajectory.trial_id, request, timeout_s=self.config.agent_server.agent_trial_timeout
         )
-        trajectory.agent_metrics = result.agent_metrics
+        trajectory.agent_metrics = result.agent_metrics.model_dump(mode="json")
         trajectory.exit_status = result.exit_status
         try:
             recorded = await self.sessions.samples(handle)
