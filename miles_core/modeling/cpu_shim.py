@@ -1,0 +1,184 @@
+"""Run megatron-core 0.16.1 where there is no CUDA.
+
+megatron-core names CUDA devices in its source. An import hook rewrites those places in the syntax
+tree of `megatron.core` modules while they are imported:
+
+| in the source | becomes |
+|---|---|
+| `torch.cuda.X` | `CpuCuda.X`, which does nothing or answers for the CPU |
+| `device="cuda"`, `torch.device("cuda", ...)` | the CPU |
+| `tensor.cuda(...)` | `tensor.cpu()` |
+| `pin_memory=True` | `pin_memory=False` |
+| `"torch.cuda.FloatTensor"` and its like | `"torch.FloatTensor"` (type names in the optimizers) |
+
+With CUDA nothing is changed.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+from types import CodeType, ModuleType
+from typing import Any
+
+import torch
+
+_NAMESPACE = "_cpu_cuda"
+_TYPE_NAMES = {
+    f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in ("Float", "Half", "BFloat16")
+}
+
+
+class _Idle:
+    """A stream or event on which nothing is ever pending."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, *args: Any) -> _Idle:
+        return _Idle()
+
+    def elapsed_time(self, other: _Idle) -> float:
+        return 0.0
+
+    def _nothing(self, *args: Any) -> None:
+        return None
+
+    record = wait = wait_stream = wait_event = synchronize = _nothing
+
+
+class CpuCuda:
+    """What megatron sees in place of `torch.cuda`."""
+
+    Stream = _Idle
+    Event = _Idle
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+    def current_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_stream(self, *args: Any) -> _Idle:
+        return _Idle()
+
+    default_stream = current_stream
+
+    def stream(self, stream: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def get_rng_state(self, *args: Any) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def memory_allocated(self, *args: Any) -> int:
+        return 0
+
+    max_memory_allocated = memory_allocated
+
+    def _nothing(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    set_device = synchronize = empty_cache = manual_seed = set_rng_state = _nothing
+
+
+def _is_torch_cuda(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Attribute)
+        and node.attr == "cuda"
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "torch"
+    )
+
+
+def _is_text(node: ast.AST, start: str) -> bool:
+    return (
+        isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and node.value.startswith(start)
+    )
+
+
+class _ToCpu(ast.NodeTransformer):
+    """The table at the top of this module."""
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        if _is_torch_cuda(node):
+            return ast.copy_location(ast.Name(_NAMESPACE, ast.Load()), node)
+        return self.generic_visit(node)
+
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        if isinstance(node.value, str) and node.value in _TYPE_NAMES:
+            return ast.copy_location(ast.Constant(_TYPE_NAMES[node.value]), node)
+        return node
+
+    def visit_keyword(self, node: ast.keyword) -> ast.AST:
+        if node.arg == "device" and _is_text(node.value, "cuda"):
+            node.value = ast.copy_location(ast.Constant("cpu"), node.value)
+        if node.arg == "pin_memory" and isinstance(node.value, ast.Constant):
+            node.value = ast.copy_location(ast.Constant(False), node.value)
+        return self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        function = node.func
+        if isinstance(function, ast.Attribute):
+            if function.attr == "cuda":
+                function.attr, node.args, node.keywords = "cpu", [], []
+            elif function.attr == "device" and node.args and _is_text(node.args[0], "cuda"):
+                node.args = [ast.copy_location(ast.Constant("cpu"), node.args[0])]
+        return node
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Compiles the rewritten tree; line numbers stay those of the file."""
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        path = self.get_filename(fullname)
+        source = self.get_data(path)
+        if b"cuda" not in source and b"pin_memory" not in source:
+            return super().get_code(fullname)
+        tree = ast.fix_missing_locations(_ToCpu().visit(ast.parse(source, path)))
+        return compile(tree, path, "exec", dont_inherit=True)
+
+    def exec_module(self, module: ModuleType) -> None:
+        setattr(module, _NAMESPACE, CpuCuda())
+        super().exec_module(module)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Gives every source module of megatron.core to `_Loader`."""
+
+    def find_spec(
+        self, fullname: str, path: Any, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if not fullname.startswith("megatron.core"):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+def install() -> bool:
+    """Prepare the import of megatron.core. Returns whether this process computes on the CPU.
+
+    Raises RuntimeError when megatron.core was imported before on a machine without CUDA.
+    """
+    if torch.cuda.is_available():
+        return False
+    if "megatron.core" in sys.modules:
+        raise RuntimeError("import miles_core.modeling before megatron.core")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # read when torch._dynamo is first imported
+    sys.meta_path.insert(0, _Finder())
+    return True

@@ -1,0 +1,122 @@
+"""Sharded (`torch_dist`) directories: written in this process, readable in any layout of ranks."""
+
+from __future__ import annotations
+
+import os
+import queue
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
+
+from miles_core.modeling.gpt import PolicyModel
+from miles_core.modeling.optim import Optimizer
+
+
+def _write_file(bucket: Any, transforms: list[Any]) -> list[Any]:
+    """Write one file of a rank, durably; the places of its tensors."""
+    path, key, (objects, tensors) = bucket
+    with open(path, "wb") as stream:
+        places = [
+            _write_item(
+                *transforms,
+                stream,
+                data,
+                item,
+                key,
+                serialization_format=SerializationFormat.TORCH_SAVE,
+            )
+            for item, data in (*objects, *tensors)
+        ]
+        stream.flush()
+        os.fsync(stream.fileno())
+    return places
+
+
+def _write_here(
+    transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], results: queue.Queue
+) -> None:
+    """Write the files one after the other; megatron forks a process for each."""
+    results.put({index: _write_file(bucket, transforms) for index, bucket in enumerate(buckets)})
+
+
+# Saving here is synchronous, so a queue in this process does instead of a manager process that
+# would outlive the save.
+filesystem_async._get_write_results_queue = queue.Queue
+filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(_write_here)
+
+
+def is_torch_dist(directory: str | Path) -> bool:
+    """Whether the directory holds a sharded checkpoint."""
+    return (Path(directory) / "metadata.json").is_file()
+
+
+def _random_state() -> dict[str, Any]:
+    return {
+        "torch": torch.get_rng_state(),
+        "numpy": np.random.get_state(),
+        "python": random.getstate(),
+    }
+
+
+def _random_entry(state: dict[str, Any] | None) -> ShardedObject:
+    size = dist.get_world_size()
+    return ShardedObject("random", state, (size,), (dist.get_rank(),), replica_id=0)
+
+
+def save(
+    directory: str | Path,
+    model: PolicyModel,
+    optimizer: Optimizer | None = None,
+    extra: dict[str, Any] | None = None,
+) -> None:
+    """Write the model and, when given, the optimizer and every rank's random state. Collective.
+
+    `extra` holds plain values, equal on all ranks. `directory` must exist and be empty.
+    """
+    model_state = model.sharded_state_dict()
+    state: dict[str, Any] = {"model": model_state, "extra": extra or {}}
+    if optimizer is not None:
+        state["optimizer"] = optimizer.sharded_state(model_state, loading=False)
+        state["layout"] = {"steps": optimizer.steps, "ranks": dist.get_world_size()}
+        state["random"] = _random_entry(_random_state())
+    dist_checkpointing.save(state, str(directory), validate_access_integrity=False)
+    dist.barrier()
+
+
+def load(
+    directory: str | Path, model: PolicyModel, optimizer: Optimizer | None = None
+) -> dict[str, Any] | None:
+    """Load the model; the optimizer and the random state too when both sides have one. Collective.
+
+    Returns `extra` of a checkpoint that was saved with an optimizer, else None. The random state
+    is restored only into the same number of ranks.
+    """
+    common = dist_checkpointing.load_common_state_dict(str(directory))
+    layout = common.get("layout")
+    model_state = model.sharded_state_dict()
+    wanted: dict[str, Any] = {"model": model_state}
+    if optimizer is not None and layout is not None:
+        wanted["optimizer"] = optimizer.sharded_state(model_state, loading=True)
+        if layout["ranks"] == dist.get_world_size():
+            wanted["random"] = _random_entry(None)
+    state = dist_checkpointing.load(wanted, str(directory), validate_access_integrity=False)
+    model.load_state_dict(state["model"])
+    if optimizer is None:
+        return common["extra"] if layout is not None else None
+    if layout is None:
+        optimizer.weights_were_replaced()
+        return None
+    optimizer.load_state(state["optimizer"], layout["steps"])
+    if "random" in state:
+        torch.set_rng_state(state["random"]["torch"])
+        np.random.set_state(state["random"]["numpy"])
+        random.setstate(state["random"]["python"])
+    return common["extra"]

@@ -1,0 +1,147 @@
+"""AdamW over megatron's distributed optimizer, with its state made safe to save and to load."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.transformer.module import Float16Module
+
+from miles_core.modeling.gpt import PolicyModel
+
+
+@dataclass(frozen=True)
+class AdamSettings:
+    """AdamW and the clip of the gradient norm; `warmup_steps` of linear warm-up, then constant."""
+
+    lr: float
+    warmup_steps: int
+    weight_decay: float
+    beta1: float
+    beta2: float
+    clip_grad: float
+
+
+class Optimizer:
+    """Gradients and updates of one model. `steps` counts the updates that were applied."""
+
+    def __init__(self, model: PolicyModel, settings: AdamSettings) -> None:
+        self._settings = settings
+        self._model = model
+        half = model.config.params_dtype == torch.bfloat16
+        self.wrapped = DistributedDataParallel(
+            model.config,
+            DistributedDataParallelConfig(
+                use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False
+            ),
+            Float16Module(model.config, model) if half else model,
+        )
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=settings.lr,
+            weight_decay=settings.weight_decay,
+            adam_beta1=settings.beta1,
+            adam_beta2=settings.beta2,
+            clip_grad=settings.clip_grad,
+            bf16=half,
+            params_dtype=model.config.params_dtype,
+            use_distributed_optimizer=True,
+        )
+        self._inner: DistributedOptimizer = get_megatron_optimizer(config, [self.wrapped])
+        self.steps = 0
+        self._create_state()
+
+    def _create_state(self) -> None:
+        """Adam's moments and a step of its own for each parameter.
+
+        megatron reads the step before the first update would create it, and gives all parameters
+        one shared tensor after a load, which then advances once per parameter.
+        """
+        adam = self._inner.optimizer
+        for group in adam.param_groups:
+            for param in group["params"]:
+                adam.state[param] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(param),
+                    "exp_avg_sq": torch.zeros_like(param),
+                }
+
+    def lr(self) -> float:
+        """Learning rate of the next update."""
+        warmup = self._settings.warmup_steps
+        return self._settings.lr * min(1.0, (self.steps + 1) / max(1, warmup))
+
+    def zero_grad(self) -> None:
+        self.wrapped.zero_grad_buffer()
+        self._inner.zero_grad()
+
+    def reduce_gradients(self) -> float:
+        """Sum the gradients over the ranks; their norm over the whole model (maybe non-finite)."""
+        finalize_model_grads([self.wrapped])
+        self._inner.prepare_grads()
+        return float(self._inner.get_grad_norm())
+
+    def non_finite_parameters(self) -> list[str]:
+        """Names of parameters with a non-finite gradient, gathered from all ranks. Collective."""
+        own = [
+            name
+            for name, param in self._model.named_parameters()
+            if not math.isfinite(param.main_grad.abs().sum().item())
+        ]
+        everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everywhere, own)
+        return sorted(set().union(*everywhere))
+
+    def step(self) -> None:
+        """Clip and apply the reduced gradients."""
+        for group in self._inner.optimizer.param_groups:
+            group["lr"] = self.lr()
+            group["weight_decay"] = self._settings.weight_decay * group.get("wd_mult", 1.0)
+        applied, _, _ = self._inner.step()
+        if not applied:
+            raise RuntimeError("the optimizer refused a finite update")
+        self.steps += 1
+
+    def weights_were_replaced(self) -> None:
+        """Take over parameters that were written from outside (for bfloat16 main copies)."""
+        self._inner.reload_model_params()
+
+    def sharded_state(self, model_state: dict[str, Any], loading: bool) -> dict[str, Any]:
+        """State for dist_checkpointing that another layout of ranks can load. Collective."""
+        return self._inner.sharded_state_dict(
+            model_state,
+            is_loading=loading,
+            metadata={"distrib_optim_sharding_type": "fully_reshardable"},
+        )
+
+    def load_state(self, state: dict[str, Any], steps: int) -> None:
+        """Load what `sharded_state` saved."""
+        self._inner.load_state_dict(state)
+        for entry in self._inner.optimizer.state.values():
+            entry["step"] = entry["step"].clone()
+        self.steps = steps
+
+
+def _set_states_but_step(
+    self: DistributedOptimizer, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]
+) -> None:
+    """megatron's method looks for a `step` that a resharded checkpoint keeps elsewhere."""
+    group, index = self.model_param_group_index_map[model_param]
+    state = self.optimizer.state[self.optimizer.param_groups[group]["params"][index]]
+    step = state.pop("step")
+    _megatron_set_states(self, model_param, tensors)
+    state["step"] = step
+
+
+_megatron_set_states = DistributedOptimizer._set_main_param_and_optimizer_states
+DistributedOptimizer._set_main_param_and_optimizer_states = _set_states_but_step

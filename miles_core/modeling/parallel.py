@@ -1,0 +1,83 @@
+"""The process group of the trainer's ranks, and megatron's groups over it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from miles_core.modeling import ON_CPU
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where this rank stands: data-parallel and tensor-parallel rank and size."""
+
+    rank: int
+    world_size: int
+    dp_rank: int
+    dp_size: int
+    tp_rank: int
+    tp_size: int
+
+
+def start(
+    rank: int, world_size: int, master_addr: str, master_port: int, tp_size: int, seed: int
+) -> Layout:
+    """Join the ranks (gloo on CPU, nccl on GPU) and seed the weights' generator alike on all.
+
+    A single rank needs no address and opens no port.
+    """
+    if world_size % tp_size:
+        raise ValueError(f"{world_size} ranks are not a multiple of tensor parallel size {tp_size}")
+    backend = "gloo" if ON_CPU else "nccl"
+    if not ON_CPU:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    if world_size == 1:
+        store: dist.Store = dist.HashStore()
+    else:
+        store = dist.TCPStore(
+            master_addr, master_port, world_size, rank == 0, timeout=timedelta(minutes=5)
+        )
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
+    )
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp_size)
+    torch.manual_seed(seed)
+    if not ON_CPU:
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    return Layout(
+        rank=rank,
+        world_size=world_size,
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tp_size=tp_size,
+    )
+
+
+def stop() -> None:
+    """Leave the groups; the process may `start` again."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def device() -> torch.device:
+    """The device of this rank's model."""
+    return torch.device("cpu") if ON_CPU else torch.device("cuda", torch.cuda.current_device())
+
+
+def tp_group() -> dist.ProcessGroup:
+    """The tensor-parallel group."""
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+def dp_group() -> dist.ProcessGroup:
+    """The data-parallel group."""
+    return parallel_state.get_data_parallel_group()

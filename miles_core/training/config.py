@@ -1,0 +1,53 @@
+"""What a trainer rank needs to know; plain values, so that a driver without torch can build it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from miles_core.config.schema import TrainingConfig
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """Algorithm, optimizer and layout. Names are those of `TrainingConfig`, which explains them.
+
+    `temperature` is the one that the engine samples with: log-probabilities on both sides are
+    those of logits / temperature.
+    """
+
+    seed: int = 0
+    temperature: float = 1.0
+    global_batch_size: int = 32
+    lr: float = 1e-6
+    lr_warmup_steps: int = 0
+    weight_decay: float = 0.1
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.98
+    clip_grad: float = 1.0
+    eps_clip: float = 0.2
+    eps_clip_high: float = 0.28
+    eps_clip_c: float | None = None
+    kl_loss_coef: float = 0.01
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "low_var_kl"
+    grpo_std_normalization: bool = True
+    loss_aggregation: Literal["trajectory", "token"] = "trajectory"
+    use_tis: bool = False
+    tis_clip: float = 2.0
+    max_tokens_per_gpu: int = 16384
+    tensor_model_parallel_size: int = 1
+    threads: int = 1
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    max_nonfinite_steps: int = 3
+
+
+def trainer_config(training: TrainingConfig, seed: int, temperature: float) -> TrainerConfig:
+    """The trainer's configuration from the sections of a run's."""
+    values = training.model_dump(exclude={"num_trainer_ranks", "trainer_threads", "train_dtype"})
+    return TrainerConfig(
+        seed=seed,
+        temperature=temperature,
+        threads=training.trainer_threads,
+        dtype=training.train_dtype,
+        **values,
+    )

@@ -1,0 +1,40 @@
+"""`train_data/<step>/rank_<r>.pt`: what the trainer saw and computed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from miles_core.training.batch import TrainSample
+
+
+def write_dump(directory: str | Path, step: int, rank: int, samples: list[TrainSample]) -> Path:
+    """Write the samples of a rank under a temporary name, sync it, rename it.
+
+    Log-probabilities are float32 [T], zero where nothing was sampled; "ref" is absent without a
+    reference.
+    """
+    path = Path(directory) / f"rank_{rank}.pt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    records = [
+        {
+            "trial_id": s.trial_id,
+            "sample_index": s.index,
+            "advantage": s.advantage,
+            "tokens": s.tokens,
+            "loss_mask": s.mask.to(torch.uint8),
+            "rollout_logprobs": s.rollout,
+            **{f"{name}_logprobs": values for name, values in s.logprobs.items()},
+            "micro_batch": s.micro_batch,
+        }
+        for s in samples
+    ]
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "wb") as file:
+        torch.save({"step": step, "rank": rank, "samples": records}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    return path

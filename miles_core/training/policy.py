@@ -1,0 +1,196 @@
+"""The model of this rank with its optimizer: passes over packed samples and guarded updates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from miles_core.modeling import dist_state, parallel
+from miles_core.modeling.gpt import build_model
+from miles_core.modeling.hf_config import ModelSpec
+from miles_core.modeling.log_probs import log_probs_and_entropy, token_log_probs
+from miles_core.modeling.optim import AdamSettings, Optimizer
+from miles_core.training.batch import Packed, TrainSample
+from miles_core.training.config import TrainerConfig
+
+MicroBatches = Sequence[list[TrainSample]]
+Loss = Callable[[torch.Tensor, Packed], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+
+MAX_NAMES = 5
+
+
+class NonFiniteError(RuntimeError):
+    """More updates had a non-finite loss or gradient than are allowed."""
+
+
+@dataclass
+class Update:
+    """What one optimizer step did. `sums` are over all ranks; `problems` says why it was refused."""
+
+    sums: dict[str, float]
+    grad_norm: float
+    lr: float
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def applied(self) -> bool:
+        return not self.problems
+
+
+def _full(micro_batches: MicroBatches, device: torch.device) -> list[Packed]:
+    """The micro-batches with something to train on. Ranks need not agree on their number: a pass
+    over a micro-batch only involves the tensor-parallel group, which holds the same samples."""
+    packed = (Packed(samples, device) for samples in micro_batches if samples)
+    return [p for p in packed if len(p.targets)]
+
+
+def sum_over_ranks(values: dict[str, float], names: Sequence[str]) -> dict[str, float]:
+    """Sums over the data-parallel ranks of the values called `names` (absent: 0). Collective."""
+    vector = torch.tensor([values.get(name, 0.0) for name in names], dtype=torch.float64)
+    vector = vector.to(parallel.device())
+    dist.all_reduce(vector, group=parallel.dp_group())
+    return dict(zip(names, vector.tolist(), strict=True))
+
+
+def max_over_ranks(values: dict[str, float]) -> dict[str, float]:
+    """Maxima over all ranks; every rank gives the same names. Collective."""
+    vector = torch.tensor(list(values.values()), dtype=torch.float64, device=parallel.device())
+    dist.all_reduce(vector, op=dist.ReduceOp.MAX)
+    return dict(zip(values, vector.tolist(), strict=True))
+
+
+class Policy:
+    """Model, optimizer and, when given, a second set of weights as the reference."""
+
+    def __init__(self, config: TrainerConfig, spec: ModelSpec) -> None:
+        self.config = config
+        self.device = parallel.device()
+        dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+        self.model = build_model(spec, config.tensor_model_parallel_size, dtype)
+        self.optimizer = Optimizer(
+            self.model,
+            AdamSettings(
+                lr=config.lr,
+                warmup_steps=config.lr_warmup_steps,
+                weight_decay=config.weight_decay,
+                beta1=config.adam_beta1,
+                beta2=config.adam_beta2,
+                clip_grad=config.clip_grad,
+            ),
+        )
+        self.refused_updates = 0
+        self._reference: list[torch.Tensor] | None = None
+
+    @property
+    def has_reference(self) -> bool:
+        return self._reference is not None
+
+    def load_reference(self, directory: str) -> None:
+        """Read the reference's weights; the policy's own are left as they are. Collective."""
+        own = self._weights()
+        dist_state.load(directory, self.model)
+        self._reference = self._weights()
+        self._set_weights(own)
+
+    def _weights(self) -> list[torch.Tensor]:
+        return [p.detach().to("cpu", copy=True) for p in self.model.parameters()]
+
+    @torch.no_grad()
+    def _set_weights(self, weights: list[torch.Tensor]) -> None:
+        for param, value in zip(self.model.parameters(), weights, strict=True):
+            param.copy_(value)
+
+    @contextmanager
+    def _as_reference(self) -> Any:
+        assert self._reference is not None
+        own = self._weights()
+        self._set_weights(self._reference)
+        try:
+            yield
+        finally:
+            self._set_weights(own)
+
+    @torch.no_grad()
+    def record(self, name: str, micro_batches: MicroBatches) -> dict[str, float]:
+        """Give every sample its log-probabilities under `name`; this rank's sum of entropies."""
+        entropy = 0.0
+        for packed in _full(micro_batches, self.device):
+            logits = self.model.packed_logits(packed.tokens, packed.lengths, packed.rows)
+            values, entropies = log_probs_and_entropy(
+                logits, packed.targets, self.config.temperature
+            )
+            packed.keep(name, values)
+            entropy += entropies.double().sum().item()
+        return {"entropy": entropy}
+
+    def record_reference(self, micro_batches: MicroBatches) -> None:
+        """Give every sample the reference's log-probabilities, as "ref"."""
+        with self._as_reference():
+            self.record("ref", micro_batches)
+
+    def update(self, micro_batches: MicroBatches, loss: Loss, names: Sequence[str]) -> Update:
+        """One optimizer step over this rank's micro-batches. Collective.
+
+        `loss` gives the micro-batch's share of the loss, with global denominators, and sums called
+        `names`. A step with a non-finite loss or gradient is not applied.
+        Raises NonFiniteError when more than `max_nonfinite_steps` were refused.
+        """
+        self.optimizer.zero_grad()
+        totals = dict.fromkeys(names, 0.0)
+        bad: list[str] = []
+        for packed in _full(micro_batches, self.device):
+            logits = self.model.packed_logits(packed.tokens, packed.lengths, packed.rows)
+            log_probs = token_log_probs(logits, packed.targets, self.config.temperature)
+            packed.keep("current", log_probs)
+            share, sums = loss(log_probs, packed)
+            share.backward()
+            for name, value in sums.items():
+                totals[name] += float(value)
+            if not math.isfinite(float(share.detach())):
+                bad.extend(sorted({s.trial_id for s in packed.samples}))
+        update = Update(sum_over_ranks(totals, names), 0.0, self.optimizer.lr())
+        update.grad_norm = self.optimizer.reduce_gradients()
+        update.problems = self._problems(update, bad)
+        if update.applied:
+            self.optimizer.step()
+        else:
+            self._refuse(update)
+        self.optimizer.zero_grad()
+        return update
+
+    def _problems(self, update: Update, bad: list[str]) -> list[str]:
+        problems = []
+        if not math.isfinite(update.sums["loss"]):
+            everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+            dist.all_gather_object(everywhere, bad)
+            trials = sorted(set().union(*everywhere))
+            problems.append(f"loss of the micro-batches with {', '.join(trials[:MAX_NAMES])}")
+        if not math.isfinite(update.grad_norm):
+            names = self.optimizer.non_finite_parameters()
+            problems.append(f"gradient of {len(names)} parameters: {', '.join(names[:MAX_NAMES])}")
+        return problems
+
+    def _refuse(self, update: Update) -> None:
+        self.refused_updates += 1
+        if self.refused_updates > self.config.max_nonfinite_steps:
+            raise NonFiniteError(
+                f"{self.refused_updates} updates were non-finite, more than max_nonfinite_steps "
+                f"({self.config.max_nonfinite_steps}); the last: {'; '.join(update.problems)}"
+            )
+
+    def load(self, directory: str) -> None:
+        """Weights, and from an own checkpoint everything else that the next update depends on."""
+        extra = dist_state.load(directory, self.model, self.optimizer)
+        if extra is not None:
+            self.refused_updates = extra["refused_updates"]
+
+    def save(self, directory: str) -> None:
+        """Write everything that the next update depends on. Collective."""
+        extra = {"refused_updates": self.refused_updates}
+        dist_state.save(directory, self.model, self.optimizer, extra)

@@ -1,0 +1,194 @@
+"""One trainer rank: a plain class that a Ray actor, a test or a script holds."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from miles_core.checkpoints.layout import HF_DIR, STATE_FILE, copy_hf_files
+from miles_core.modeling import dist_state, parallel
+from miles_core.modeling.hf_config import read_spec
+from miles_core.modeling.hf_weights import HFReader, load_hf, to_hf, write_hf
+from miles_core.modeling.log_probs import log_probs_and_entropy
+from miles_core.training.batch import load_rollout, make_sample
+from miles_core.training.config import TrainerConfig
+from miles_core.training.dump import write_dump
+from miles_core.training.grpo import GrpoStep, plan_micro_batches
+from miles_core.training.policy import Policy
+from miles_core.training.sft_loss import SFT_NAMES, sft_loss
+
+
+class TrainerWorker:
+    """Rank `rank` of `world_size`; all methods but `log_probs` are collective.
+
+    A single rank ignores the address. `close` leaves the process groups, so that the process may
+    build another worker.
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        rank: int = 0,
+        world_size: int = 1,
+        master_addr: str = "127.0.0.1",
+        master_port: int = 0,
+    ) -> None:
+        torch.set_num_threads(config.threads)
+        self._config = config
+        self._layout = parallel.start(
+            rank,
+            world_size,
+            master_addr,
+            master_port,
+            config.tensor_model_parallel_size,
+            config.seed,
+        )
+        self._policy: Policy | None = None
+        self._hf_files = Path()
+
+    def init(self, load: str, ref_load: str | None = None) -> dict[str, Any]:
+        """Build model and optimizer and load a torch_dist directory.
+
+        `load` is a converted model or an own checkpoint, `ref_load` a torch_dist directory of the
+        reference. Returns `iteration` (0 for a converted model) and `state`, what `miles_state.json`
+        of the checkpoint says, or None. Raises ValueError when the loss needs a reference and none
+        is given.
+        """
+        if not dist_state.is_torch_dist(load):
+            raise FileNotFoundError(
+                f"{load} is not a torch_dist directory; convert the model first"
+            )
+        if ref_load is None and self._config.kl_loss_coef > 0:
+            raise ValueError("kl_loss_coef is above 0, so the trainer needs ref_load")
+        policy = self._build(Path(load) / HF_DIR)
+        policy.load(load)
+        if ref_load is not None and self._config.kl_loss_coef > 0:
+            policy.load_reference(ref_load)
+        state_file = Path(load) / STATE_FILE
+        state = json.loads(state_file.read_text()) if state_file.is_file() else None
+        return {"iteration": state["iteration"] if state else 0, "state": state}
+
+    def init_from_hf(self, hf_dir: str) -> None:
+        """Build model and optimizer and take the weights of a Hugging Face directory."""
+        policy = self._build(Path(hf_dir))
+        load_hf(policy.model, self._spec, HFReader(hf_dir))
+        policy.optimizer.weights_were_replaced()
+
+    def _build(self, hf_files: Path) -> Policy:
+        self._hf_files = hf_files
+        self._spec = read_spec(hf_files)
+        self._policy = Policy(self._config, self._spec)
+        return self._policy
+
+    @property
+    def policy(self) -> Policy:
+        if self._policy is None:
+            raise RuntimeError("the trainer has no model yet; call init first")
+        return self._policy
+
+    def train(self, step: int, rollout_path: str, dump_dir: str | None = None) -> dict[str, Any]:
+        """One GRPO step over `rollout_data/<step>.pt`; the metrics, equal on all ranks.
+
+        `dump_dir` is the step's folder `train_data/<step>`. Raises ValueError for a file of another
+        step or a sample that does not fit, NonFiniteError after too many refused updates.
+        """
+        started = time.perf_counter()
+        batch = load_rollout(rollout_path, self._config.grpo_std_normalization)
+        if batch.step != step:
+            raise ValueError(f"{rollout_path} holds step {batch.step}, not {step}")
+        work = GrpoStep(self.policy, self._layout, batch)
+        metrics: dict[str, Any] = work.run()
+        if dump_dir is not None and self._layout.tp_rank == 0:
+            write_dump(dump_dir, step, self._layout.rank, work.own_samples)
+        seconds = torch.tensor(time.perf_counter() - started, device=parallel.device())
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        return {"step": step, **metrics, "seconds_train": seconds.item()}
+
+    def sft(self, batches: Iterable[list[dict[str, Any]]]) -> dict[str, Any]:
+        """One supervised optimizer step for each batch, a list of {"tokens", "loss_mask"}.
+
+        The loss is the mean of -log p over the batch's masked tokens. Returns the `losses`, and
+        `loss`, `grad_norm` and `lr` of the last step.
+        """
+        losses: list[float] = []
+        metrics: dict[str, Any] = {}
+        for batch in batches:
+            samples = [
+                make_sample(
+                    f"example {i}",
+                    i,
+                    0,
+                    torch.as_tensor(example["tokens"]),
+                    torch.as_tensor(example["loss_mask"]),
+                )
+                for i, example in enumerate(batch)
+            ]
+            total = sum(int(s.mask.sum()) for s in samples)
+            if total == 0:
+                raise ValueError("a supervised batch has no token to learn")
+            for sample in samples:
+                sample.weight = 1.0 / total
+            mine = plan_micro_batches(samples, self._layout, self._config.max_tokens_per_gpu)
+            update = self.policy.update(mine, sft_loss, SFT_NAMES)
+            losses.append(update.sums["loss"])
+            metrics = {
+                "loss": losses[-1],
+                "grad_norm": update.grad_norm,
+                "lr": update.lr,
+                "nonfinite": update.problems,
+            }
+        return {**metrics, "losses": losses}
+
+    @torch.no_grad()
+    def log_probs(self, tokens: list[int]) -> torch.Tensor:
+        """Log-probability of each token given those before it, float32 [T]; the first is 0."""
+        ids = torch.tensor(tokens, device=parallel.device())
+        rows = torch.arange(len(tokens) - 1, device=ids.device)
+        logits = self.policy.model.packed_logits(ids, [len(tokens)], rows)
+        values, _ = log_probs_and_entropy(logits, ids[1:], self._config.temperature)
+        return torch.cat([torch.zeros(1), values.cpu()])
+
+    def save(self, directory: str) -> None:
+        """Write model, optimizer, its step count and the random states into `directory`.
+
+        The directory is one from `checkpoints.store.begin`; publishing it is the caller's part.
+        """
+        if self._layout.rank == 0:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+        dist.barrier()
+        self.policy.save(directory)
+        if self._layout.rank == 0:
+            self._copy_hf_files(Path(directory) / HF_DIR)
+        dist.barrier()
+
+    def export_hf(self, directory: str) -> None:
+        """Rank 0 writes a Hugging Face directory; it replaces what is there when complete."""
+        tensors = to_hf(self.policy.model, self._spec)
+        if self._layout.rank == 0:
+            target = Path(directory)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
+            shutil.rmtree(temporary, ignore_errors=True)
+            self._copy_hf_files(temporary)
+            write_hf(temporary, tensors)
+            if target.exists():
+                shutil.rmtree(target)
+            os.replace(temporary, target)
+        dist.barrier()
+
+    def _copy_hf_files(self, target: Path) -> None:
+        """Configuration and tokenizer, without the weights."""
+        copy_hf_files(self._hf_files, target)
+
+    def close(self) -> None:
+        """Leave the process groups."""
+        self._policy = None
+        parallel.stop()
