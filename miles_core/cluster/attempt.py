@@ -98,6 +98,8 @@ class Attempt:
             group_size=rollout.n_samples_per_prompt,
         )
         if checkpoint is not None:
+            for passed_over in checkpoint.passed_over:
+                self._journal.append("alarm", kind="checkpoint_damaged", detail=passed_over)
             source.restore(checkpoint.state["cursor"])
             self._saved_iteration = checkpoint.iteration
             self._reconcile(checkpoint.state)
@@ -207,6 +209,7 @@ class Attempt:
             metrics: dict[str, Any] = await self._guard(
                 self._trainers.call("train", self.step, str(path), str(directory))
             )
+        del metrics["step"]
         append_metrics(self.run_dir.metrics, self.step, "train", metrics)
         rewards = [
             [trajectory["reward"] for trajectory in group["trajectories"]]
