@@ -198,7 +198,7 @@ class MiniSweAgent(BaseAgent):
 
     def _ended_without_word(self, code: int, error: str) -> None:
         """A signal after a model answer is the doing of the agent's commands: it is graded."""
-        if code in (137, 143) and self._job.turns > 0:
+        if code in (137, 143, -9, -15) and self._job.turns > 0:
             self._job.cause = Cause.AGENT_CRASHED
             return
         failure = AgentFailed(Cause.AGENT_CRASHED, f"the agent ended with {code}: {error}")
