@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import os
 import subprocess
@@ -119,13 +120,11 @@ def prefect_server(home: Path) -> Iterator[None]:
         return
     server = TemporaryServer(home)
     server.start()
-    try:
-        os.environ.update(server.environment())
-        # The terminal shows the run's own progress; Prefect's log of it goes to the server.
-        os.environ.setdefault("PREFECT_LOGGING_LEVEL", "INFO")
-        import flows.train  # noqa: F401  (imports while the server starts)
+    # Prefect sends its last logs and events when the interpreter exits. Handlers run in reverse
+    # order, so this one, from before its import, ends the server after them.
+    atexit.register(server.stop)
+    os.environ.update(server.environment())
+    import flows.train  # noqa: F401  (imports while the server starts)
 
-        server.wait_ready()
-        yield
-    finally:
-        server.stop()
+    server.wait_ready()
+    yield

@@ -16,8 +16,7 @@ from typing import Any
 os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "180")
 os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
 
-from prefect import flow, get_run_logger  # noqa: E402  (the settings above are read on import)
-from prefect.client.schemas.objects import Flow as FlowModel  # noqa: E402
+from prefect import Flow, flow, get_run_logger  # noqa: E402  (reads the settings above)
 from prefect.client.schemas.objects import FlowRun, State  # noqa: E402
 from prefect.runtime import flow_run as this_flow_run  # noqa: E402
 from prefect.states import Cancelled  # noqa: E402
@@ -56,21 +55,19 @@ def _run_of(flow_run: FlowRun) -> RunDir | None:
     return run if run.exists() else None
 
 
-def stop_cancelled_run(_flow: FlowModel, flow_run: FlowRun, _state: State) -> None:
+def stop_cancelled_run(flow: Flow[Any, Any], flow_run: FlowRun, state: State) -> None:
     """Hook of a cancel: stop the Ray job, free its sandboxes, end what the run started."""
     run = _run_of(flow_run)
     if run is not None:
         stop_run(run, "the Prefect flow run was cancelled", supervisor_wait_s=10.0)
 
 
-def note_crash(_flow: FlowModel, flow_run: FlowRun, state: State) -> None:
+def note_crash(flow: Flow[Any, Any], flow_run: FlowRun, state: State) -> None:
     """Hook of a crash of the flow: the Ray job goes on, and the next start attaches to it."""
     run = _run_of(flow_run)
     if run is not None:
         with Journal(run.journal) as journal:
-            journal.append(
-                "alarm", kind="flow_crashed", detail=(state.message or "").splitlines()[0:1]
-            )
+            journal.append("alarm", kind="flow_crashed", detail=state.message or "")
 
 
 @contextmanager
@@ -98,7 +95,7 @@ def _end_journal(run: RunDir, state: str, detail: str) -> None:
     """Journal how the run ended, unless that was done."""
     if fold(read(run.journal)).state not in FINAL_STATES:
         with Journal(run.journal) as journal:
-            journal.append("run_ended", state=state, detail=detail)
+            journal.append("run_ended", state=state, detail=" ".join(detail.split()))
 
 
 def _work(run: RunDir, config: MilesConfig, mirror: Mirror) -> None:
@@ -144,7 +141,7 @@ def train_agent(config: MilesConfig) -> Any:
                 _end_journal(run, "cancelled", str(cancel))
                 return Cancelled(message=str(cancel))
             except Exception as error:
-                _end_journal(run, "failed", str(error).splitlines()[0] if str(error) else "")
+                _end_journal(run, "failed", str(error) or repr(error))
                 raise
             finally:
                 release(run)

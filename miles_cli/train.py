@@ -86,13 +86,13 @@ def run_resume(args: argparse.Namespace) -> int:
 def _drive(config: MilesConfig) -> int:
     """Run the flow with progress; exit status 0 only when the run is complete."""
     from miles_core.cluster import local_client, runs
+    from miles_core.cluster.early import check_early
     from miles_core.cluster.supervise import grant_attempts
-    from miles_core.preflight.checks import check_local, require
     from miles_core.runs.fold import fold
     from miles_core.runs.journal import read
     from miles_core.runs.lock import RunLocked, holder
 
-    require(check_local(config))
+    check_early(config)
     run = runs.open_run(config)
     owner = holder(run)
     if owner is not None:

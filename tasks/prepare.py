@@ -6,7 +6,6 @@ Prefect caches nothing here: what may be reused is decided by manifests and fing
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,26 +39,14 @@ def transient(_task: Task, _task_run: TaskRun, state: State) -> bool:
 )
 def prepare_data(run: RunDir, config: MilesConfig) -> Path:
     """Rows in the run's format, converted unless the same content was before."""
-    from miles_core.data.prepare import prepare_rows
+    from miles_core.cluster.early import prepared_rows
 
     with stage(run, "data") as result:
-        data = config.data
-        prepared = prepare_rows(
-            data.prompt_data,
-            cache_dir(config),
-            prompt_key=data.prompt_key,
-            id_key=data.id_key,
-            agent_name=data.agent_name,
-        )
+        prepared = prepared_rows(config)
         result.skipped = prepared.skipped
         record_inputs(run, rows=str(prepared.path.absolute()))
     get_run_logger().info("%d rows in %s", prepared.rows, prepared.path)
     return prepared.path
-
-
-def _instance_ids(rows: Path) -> set[str]:
-    with rows.open() as lines:
-        return {json.loads(line)["metadata"]["instance_id"] for line in lines}
 
 
 @task(
@@ -71,6 +58,7 @@ def _instance_ids(rows: Path) -> set[str]:
 )
 def verify_agent_server(run: RunDir, config: MilesConfig, rows: Path, check: Check) -> str:
     """An agent server that answers, has room and every task, and gives up before its client."""
+    from miles_core.cluster.early import instance_ids
     from miles_core.cluster.local_secrets import read_secrets
     from miles_core.preflight.checks import check_agent_server, require
 
@@ -78,7 +66,7 @@ def verify_agent_server(run: RunDir, config: MilesConfig, rows: Path, check: Che
         cluster = local_client.wait_ready(run, config, parts=("agent_server",), interrupted=check)
         url = cluster.agent_server_url
         token = read_secrets(run)["HARBOR_ADMIN_SECRET"] or None
-        report = asyncio.run(check_agent_server(config, url, token, _instance_ids(rows)))
+        report = asyncio.run(check_agent_server(config, url, token, instance_ids(rows)))
         for warning in report.warnings:
             get_run_logger().warning("%s", warning)
         require(report.problems)

@@ -108,7 +108,7 @@ def start(run: RunDir, config: MilesConfig) -> None:
 
 
 def _clear(run: RunDir) -> None:
-    """End what a guardian that is gone left behind, by its mark in their environment and by record."""
+    """End what a guardian that is gone left behind: what bears its mark, and what it recorded."""
     folder = cluster_dir(run)
     info = _read(folder / "guardian.json")
     if info is not None:

@@ -1,0 +1,61 @@
+"""Checks of a whole configuration before anything is started, so that mistakes show in seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from miles_core.cluster.runs import cache_dir
+from miles_core.data.prepare import PreparedData, prepare_rows
+from miles_core.preflight.checks import (
+    check_agent_server,
+    check_local,
+    check_services,
+    check_task_ids,
+    local_tasks,
+    require,
+)
+
+if TYPE_CHECKING:
+    from miles_core.config.schema import MilesConfig
+
+# Larger inputs are converted by the flow, where progress shows.
+SMALL_BYTES = 64 * 1024 * 1024
+
+
+def prepared_rows(config: MilesConfig) -> PreparedData:
+    """The rows of a configuration, converted unless the same content was before."""
+    data = config.data
+    return prepare_rows(
+        data.prompt_data,
+        cache_dir(config),
+        prompt_key=data.prompt_key,
+        id_key=data.id_key,
+        agent_name=data.agent_name,
+    )
+
+
+def instance_ids(rows: Path) -> set[str]:
+    """The task ids of prepared rows."""
+    with rows.open() as lines:
+        return {json.loads(line)["metadata"]["instance_id"] for line in lines}
+
+
+def check_early(config: MilesConfig) -> None:
+    """Check paths, programs, ports, services, rows and task ids; raises UserError."""
+    require(check_local(config))
+    require(asyncio.run(check_services(config)))
+    ids: set[str] = set()
+    path = config.data.prompt_data
+    if path.is_file() and path.stat().st_size <= SMALL_BYTES:
+        ids = instance_ids(prepared_rows(config).path)
+    url = config.agent_server.agent_server_url
+    if url is None:
+        tasks_dir = config.agent_server.tasks_dir
+        require(check_task_ids(ids, local_tasks(tasks_dir), str(tasks_dir)))
+        return
+    token = os.environ.get("HARBOR_ADMIN_SECRET")
+    require(asyncio.run(check_agent_server(config, url, token, ids)).problems)
