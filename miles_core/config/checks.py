@@ -21,7 +21,7 @@ def cross_field_errors(config: MilesConfig) -> list[str]:
         errors.append(
             f"agent_server.agent_trial_timeout: {server.agent_trial_timeout:g} s must be above "
             f"agent_timeout ({server.agent_timeout:g} s), or the client gives up while the "
-            f"sandbox still runs; set --agent-trial-timeout {server.agent_timeout * 4 / 3:g}"
+            f"sandbox still runs; set --agent-trial-timeout {server.agent_timeout + 1800:g}"
         )
     if rollout.min_group_size > rollout.n_samples_per_prompt:
         errors.append(
