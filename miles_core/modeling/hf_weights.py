@@ -107,7 +107,7 @@ def load_hf(model: PolicyModel, spec: ModelSpec, tensor: Lookup) -> None:
 
 @torch.no_grad()
 def to_hf(model: PolicyModel, spec: ModelSpec) -> dict[str, torch.Tensor]:
-    """All tensors under Hugging Face names on the CPU. Collective over the tensor-parallel group."""
+    """All tensors under Hugging Face names, on the CPU. Collective over tensor parallelism."""
     group = parallel.tp_group()
     params = dict(model.named_parameters())
     out: dict[str, torch.Tensor] = {}
@@ -150,7 +150,9 @@ def to_hf(model: PolicyModel, spec: ModelSpec) -> dict[str, torch.Tensor]:
 
 def write_hf(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Write model.safetensors and bring the dtype in config.json (already there) in line."""
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    weights = directory / "model.safetensors"
+    save_file(tensors, weights, metadata={"format": "pt"})
+    weights.chmod(0o644)
     path = directory / "config.json"
     config = json.loads(path.read_text())
     config.pop("torch_dtype", None)

@@ -31,7 +31,7 @@ class NonFiniteError(RuntimeError):
 
 @dataclass
 class Update:
-    """What one optimizer step did. `sums` are over all ranks; `problems` says why it was refused."""
+    """What one optimizer step did; `sums` over all ranks, `problems`: why it was refused."""
 
     sums: dict[str, float]
     grad_norm: float

@@ -58,7 +58,7 @@ class TrainerWorker:
         """Build model and optimizer and load a torch_dist directory.
 
         `load` is a converted model or an own checkpoint, `ref_load` a torch_dist directory of the
-        reference. Returns `iteration` (0 for a converted model) and `state`, what `miles_state.json`
+        reference. Returns `iteration` (0: converted model) and `state`, what `miles_state.json`
         of the checkpoint says, or None. Raises ValueError when the loss needs a reference and none
         is given.
         """

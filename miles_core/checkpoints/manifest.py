@@ -1,0 +1,98 @@
+"""MANIFEST.json: size and digest of every file of a directory, and its durable publication."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from pathlib import Path
+from typing import Any
+
+from miles_core.checkpoints.layout import MANIFEST_FILE
+
+
+def sync(path: Path) -> None:
+    """Make a file's content, or a directory's names, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Replace a file: readers and crashes see the old text or the new one."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync(path.parent)
+
+
+def digest(path: Path) -> str:
+    """SHA-256 (hex) of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _files(directory: Path) -> dict[str, Path]:
+    return {
+        path.relative_to(directory).as_posix(): path
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and path != directory / MANIFEST_FILE
+    }
+
+
+def seal(directory: Path, **about: Any) -> None:
+    """Sync everything below `directory` and write its manifest, with `about` beside the files."""
+    entries = {}
+    for name, path in _files(directory).items():
+        sync(path)
+        entries[name] = {"size": path.stat().st_size, "sha256": digest(path)}
+    for folder in (p for p in directory.rglob("*") if p.is_dir()):
+        sync(folder)
+    write_durably(directory / MANIFEST_FILE, json.dumps({**about, "files": entries}, indent=1))
+
+
+def read(directory: Path) -> dict[str, Any] | None:
+    """The manifest, or None when there is none that can be read."""
+    try:
+        manifest = json.loads((directory / MANIFEST_FILE).read_text())
+    except (OSError, ValueError):
+        return None
+    valid = isinstance(manifest, dict) and isinstance(manifest.get("files"), dict)
+    return manifest if valid else None
+
+
+def verify(directory: Path) -> str | None:
+    """What is wrong with a sealed directory, or None when every file is as it was sealed."""
+    manifest = read(directory)
+    if manifest is None:
+        return f"{MANIFEST_FILE} is missing or unreadable"
+    present = _files(directory)
+    for name, entry in manifest["files"].items():
+        path = present.get(name)
+        if path is None:
+            return f"{name} is missing"
+        size = path.stat().st_size
+        if size != entry["size"]:
+            return f"{name} has {size} bytes, not {entry['size']}"
+        if digest(path) != entry["sha256"]:
+            return f"{name} was changed"
+    return None
+
+
+def put_in_place(temporary: Path, target: Path) -> None:
+    """Rename a sealed directory to its name; one that is there already is replaced."""
+    old = None
+    if target.exists():
+        old = target.with_name(f".old-{target.name}-{uuid.uuid4().hex[:8]}")
+        os.replace(target, old)
+    os.replace(temporary, target)
+    sync(target.parent)
+    if old is not None:
+        shutil.rmtree(old)
