@@ -23,8 +23,13 @@ def register(subparsers: Any) -> None:
     init.add_argument(
         "--recipe", type=Path, required=True, metavar="FILE", help="recipe of the model (TOML)"
     )
-    init.add_argument(
-        "--output", type=Path, required=True, metavar="DIR", help="folder that gets the model"
+    place = init.add_mutually_exclusive_group(required=True)
+    place.add_argument("--output", type=Path, metavar="DIR", help="folder that gets the model")
+    place.add_argument(
+        "--cache-dir",
+        type=Path,
+        metavar="DIR",
+        help="folder of models by fingerprint; a complete one is used, not made again",
     )
     init.add_argument("--json", action="store_true", help="print the result as one JSON object")
     init.set_defaults(run=_init)
@@ -43,9 +48,12 @@ def _show(progress: dict[str, Any]) -> None:
 
 def _init(args: argparse.Namespace) -> int:
     from miles_cli.cli import print_json
-    from miles_core.modelinit.init import init_model
+    from miles_core.modelinit.init import ensure_model, init_model
 
-    info = init_model(args.recipe, args.output, _show)
+    if args.output is not None:
+        info = init_model(args.recipe, args.output, _show)
+    else:
+        info = ensure_model(args.recipe, args.cache_dir, _show)
     if args.json:
         print_json(dataclasses.asdict(info))
         return 0

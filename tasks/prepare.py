@@ -82,10 +82,10 @@ def prepare_model(run: RunDir, config: MilesConfig, check: Check) -> Path:
         record_inputs(run, hf_checkpoint=str(model.hf_checkpoint.absolute()))
         return model.hf_checkpoint
     with stage(run, "model") as result:
-        argv = ["miles_cli.main", "model", "init", "--model-recipe", str(model.model_recipe)]
+        argv = ["miles_cli.main", "model", "init", "--recipe", str(model.model_recipe)]
         argv += ["--cache-dir", str(cache_dir(config).absolute()), "--json"]
         answer = run_module(run, "model", argv, check)
-        result.skipped = bool(answer.get("skipped"))
+        result.skipped = not answer["made"]
         record_inputs(run, hf_checkpoint=answer["path"])
     return Path(answer["path"])
 
