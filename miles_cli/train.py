@@ -121,15 +121,14 @@ def _run_flow(run: RunDir, config: MilesConfig) -> None:
 
 def _quiet_prefect(run: RunDir) -> None:
     """Prefect's console lines go to a file of the run; the terminal shows the progress."""
+    from prefect.logging.handlers import PrefectConsoleHandler
+
     handler = logging.FileHandler(run.path / "flow.log")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    for name in ("prefect", "prefect.flow_runs", "prefect.task_runs"):
-        logger = logging.getLogger(name)
-        console = [h for h in logger.handlers if "Console" in type(h).__name__]
-        for old in console:
-            logger.removeHandler(old)
-        if console:
-            logger.addHandler(handler)
+    root = logging.getLogger()
+    for console in [h for h in root.handlers if isinstance(h, PrefectConsoleHandler)]:
+        root.removeHandler(console)
+    root.addHandler(handler)
 
 
 def _report(run: RunDir) -> int:
