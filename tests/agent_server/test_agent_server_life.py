@@ -88,7 +88,7 @@ def start_long(server: Server, trial_id: str, **fields) -> None:
 
 
 def test_cancel_frees_the_sandbox(pair: Server) -> None:
-    start_long(own, "c1")
+    start_long(pair, "c1")
     status = pair.call(lambda client: client.cancel("c1"))
     assert status.state == "ended" and status.result.verdict.cause is Cause.CANCELLED
     assert until(lambda: not sleepers(pair), 5)
@@ -97,7 +97,7 @@ def test_cancel_frees_the_sandbox(pair: Server) -> None:
 
 
 def test_lease_that_is_not_renewed_ends_the_trial(pair: Server) -> None:
-    start_long(own, "l1", lease_s=2)
+    start_long(pair, "l1", lease_s=2)
     time.sleep(4)
     status = pair.call(lambda client: client.wait("l1", 20))
     assert status.result.verdict.cause is Cause.LEASE_EXPIRED
@@ -105,7 +105,7 @@ def test_lease_that_is_not_renewed_ends_the_trial(pair: Server) -> None:
 
 
 def test_flush_ends_the_trials_of_one_trainer(pair: Server) -> None:
-    start_long(own, "f1", session_server_instance_id="mine")
+    start_long(pair, "f1", session_server_instance_id="mine")
 
     async def flush(client: AgentServerClient) -> tuple[list[str], str]:
         await client.start("f2", request(session_server_instance_id="other"))

@@ -46,6 +46,10 @@ PROC_READ_ONLY = ("/proc/sys", "/proc/sysrq-trigger", "/proc/irq", "/proc/bus", 
 """Kernel settings that user 0 may write by ownership alone; bubblewrap 0.8 leaves some open."""
 
 
+INIT = "echo ready; while :; do sleep 1000000; done"
+"""Process 1 of a sandbox: it reaps orphans, and no signal from inside ends it."""
+
+
 @dataclass
 class Completed:
     """A command that has ended; 124 is the code of one that ran out of time."""
@@ -147,7 +151,7 @@ class Box:
             *["--unshare-cgroup-try", "--hostname", "sandbox", "--die-with-parent"],
             *["--new-session", "--clearenv", "--cap-drop", "ALL"],
             *[word for capability in capabilities for word in capability],
-            *["--info-fd", "2", "/bin/sh", "-c", "echo ready; exec sleep infinity"],
+            *["--as-pid-1", "--info-fd", "2", "/bin/sh", "-c", INIT],
         ]
         base = shlex.quote(str(settings.base))
         options = "userxattr,workdir"
