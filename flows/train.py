@@ -22,7 +22,13 @@ from prefect.runtime import flow_run as this_flow_run  # noqa: E402
 from prefect.states import Cancelled  # noqa: E402
 
 from miles_core.cluster import local_client  # noqa: E402
-from miles_core.cluster.runs import named, open_run, point_latest, run_path  # noqa: E402
+from miles_core.cluster.runs import (  # noqa: E402
+    named,
+    open_run,
+    point_latest,
+    run_path,
+    with_absolute_paths,
+)
 from miles_core.cluster.stop import release, stop_run  # noqa: E402
 from miles_core.cluster.supervise import RunCancelled, stop_file  # noqa: E402
 from miles_core.config.schema import MilesConfig  # noqa: E402
@@ -45,6 +51,7 @@ _foreground = threading.Event()  # set when a person's terminal owns the flow
 
 def _named(config: MilesConfig, flow_run_id: Any) -> MilesConfig:
     """A run without a name is called by its preset and flow run, so that a retry finds it."""
+    config = with_absolute_paths(config)
     return named(config, f"{config.preset}-{str(flow_run_id)[:8]}")
 
 

@@ -100,7 +100,7 @@ def convert_checkpoint(run: RunDir, config: MilesConfig, hf_dir: Path, check: Ch
         out = (cache_dir(config) / "torch_dist" / key).absolute()
         argv = ["miles_core.checkpoints.convert", str(hf_dir.absolute()), str(out), "--json"]
         answer = run_module(run, "convert", argv, check)
-        result.skipped = bool(answer.get("skipped"))
+        result.skipped = answer["skipped"]
         reference = config.model.ref_load.absolute() if config.model.ref_load else out
         record_inputs(run, torch_dist=str(out), ref_torch_dist=str(reference))
     return out

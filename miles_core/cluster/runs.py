@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pydantic import BaseModel
+
 from miles_core.runs.directory import RunDir
 from miles_core.runs.files import fingerprint
 from miles_core.runs.fold import fold
@@ -35,6 +37,22 @@ def named(config: MilesConfig, name: str) -> MilesConfig:
     if config.run.run_name is not None:
         return config
     return config.model_copy(update={"run": config.run.model_copy(update={"run_name": name})})
+
+
+def with_absolute_paths(config: MilesConfig) -> MilesConfig:
+    """The configuration with its relative paths taken from the current directory."""
+    sections = {}
+    for name in type(config).model_fields:
+        section = getattr(config, name)
+        if not isinstance(section, BaseModel):
+            continue
+        paths = {
+            key: value.absolute()
+            for key in type(section).model_fields
+            if isinstance(value := getattr(section, key), Path)
+        }
+        sections[name] = section.model_copy(update=paths)
+    return config.model_copy(update=sections)
 
 
 def new_name(config: MilesConfig) -> str:
