@@ -26,7 +26,7 @@ def _write_file(bucket: Any, transforms: list[Any]) -> list[Any]:
     with open(path, "wb") as stream:
         places = [
             _write_item(
-                *transforms,
+                transforms[0],
                 stream,
                 data,
                 item,
