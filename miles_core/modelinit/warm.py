@@ -31,21 +31,16 @@ def write_random_model(directory: Path, shape: Shape, vocab_size: int, seed: int
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    ids = {
+    values: dict[str, Any] = {
+        **shape.model_dump(),
+        "vocab_size": vocab_size,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
         "eos_token_id": tokenizer.convert_tokens_to_ids(END_OF_TURN),
         "pad_token_id": tokenizer.convert_tokens_to_ids(PAD),
     }
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=vocab_size,
-            tie_word_embeddings=True,
-            attention_bias=False,
-            bos_token_id=None,
-            **shape.model_dump(),
-            **ids,
-        )
-    )
+    model = Qwen3ForCausalLM(Qwen3Config(**values))
     model.save_pretrained(directory)
     return sum(p.numel() for p in model.parameters())
 
