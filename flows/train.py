@@ -98,8 +98,10 @@ def _signals_cancel(run: RunDir) -> Iterator[None]:
             signal.signal(signum, handler)
 
 
-def _end_journal(run: RunDir, state: str, detail: str) -> None:
-    """Journal how the run ended, unless that was done."""
+def _end(run: RunDir, state: str, detail: str) -> None:
+    """End what the run started, and journal how it ended unless that was done."""
+    release(run)
+    stop_file(run).unlink(missing_ok=True)
     if fold(read(run.journal)).state not in FINAL_STATES:
         with Journal(run.journal) as journal:
             journal.append("run_ended", state=state, detail=" ".join(detail.split()))
@@ -142,17 +144,16 @@ def train_agent(config: MilesConfig) -> Any:
             logger.info("run directory: %s", run.path)
             if fold(read(run.journal)).state == "completed":
                 return str(run.path)
+            # A signal that ends this process alone is no Exception: the Ray job goes on.
             try:
                 _work(run, config, mirror)
             except RunCancelled as cancel:
-                _end_journal(run, "cancelled", str(cancel))
+                _end(run, "cancelled", str(cancel))
                 return Cancelled(message=str(cancel))
             except Exception as error:
-                _end_journal(run, "failed", str(error) or repr(error))
+                _end(run, "failed", str(error) or repr(error))
                 raise
-            finally:
-                release(run)
-                stop_file(run).unlink(missing_ok=True)
+            _end(run, "completed", "")
     return str(run.path)
 
 

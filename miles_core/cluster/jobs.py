@@ -6,6 +6,7 @@ API: https://docs.ray.io/en/latest/cluster/running-applications/job-submission/r
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 import time
@@ -52,7 +53,8 @@ class Job:
 def job_id(run: RunDir, attempt: int) -> str:
     """The id under which an attempt of a run is submitted; names may repeat, run ids do not."""
     identity = run.identity()
-    return f"miles-{identity['name']}-{identity['id'][:8]}-a{attempt:03d}"
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", identity["name"])
+    return f"miles-{name}-{identity['id'][:8]}-a{attempt:03d}"
 
 
 def driver_entrypoint(run: RunDir, attempt: int) -> list[str]:
