@@ -50,6 +50,17 @@ def _full(micro_batches: MicroBatches, device: torch.device) -> list[Packed]:
     return [p for p in packed if len(p.targets)]
 
 
+def _suspects(packed: Packed) -> list[str]:
+    """Which values of which trials are not finite; all trials when each value alone is finite."""
+    found = []
+    for sample in packed.samples:
+        values = {"rollout": sample.rollout, **sample.logprobs}
+        for name, value in values.items():
+            if not torch.isfinite(value[sample.mask]).all():
+                found.append(f"{name} log-probabilities of {sample.trial_id}")
+    return found or [f"trial {sample.trial_id}" for sample in packed.samples]
+
+
 def sum_over_ranks(values: dict[str, float], names: Sequence[str]) -> dict[str, float]:
     """Sums over the data-parallel ranks of the values called `names` (absent: 0). Collective."""
     vector = torch.tensor([values.get(name, 0.0) for name in names], dtype=torch.float64)
@@ -153,7 +164,7 @@ class Policy:
             for name, value in sums.items():
                 totals[name] += float(value)
             if not math.isfinite(float(share.detach())):
-                bad.extend(sorted({s.trial_id for s in packed.samples}))
+                bad.extend(_suspects(packed))
         update = Update(sum_over_ranks(totals, names), 0.0, self.optimizer.lr())
         update.grad_norm = self.optimizer.reduce_gradients()
         update.problems = self._problems(update, bad)
@@ -169,8 +180,8 @@ class Policy:
         if not math.isfinite(update.sums["loss"]):
             everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
             dist.all_gather_object(everywhere, bad)
-            trials = sorted(set().union(*everywhere))
-            problems.append(f"loss of the micro-batches with {', '.join(trials[:MAX_NAMES])}")
+            suspects = sorted(set().union(*everywhere))
+            problems.append(f"loss, from {', '.join(suspects[:MAX_NAMES])}")
         if not math.isfinite(update.grad_norm):
             names = self.optimizer.non_finite_parameters()
             problems.append(f"gradient of {len(names)} parameters: {', '.join(names[:MAX_NAMES])}")
