@@ -24,7 +24,6 @@ COMMANDS = {
     "stop": ("miles_cli.train", "end a run that is going on"),
     "status": ("miles_cli.status", "show what a run is doing, from its directory"),
     "verify": ("miles_cli.verify", "check that every trained token is the engine's own"),
-    "verify": ("miles_cli.verify", "check that every trained token is the engine's own"),
     "config": ("miles_cli.config", "show the resolved configuration and where it comes from"),
     "data": ("miles_cli.data", "convert and check prompt rows"),
     "model": ("miles_cli.model", "make, warm-start and convert models"),
