@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -83,10 +84,15 @@ def run_resume(args: argparse.Namespace) -> int:
     return _drive(runs.named(config.model_copy(update={"run": section}), name))
 
 
+def _terminated(_signum: int, _frame: object) -> None:
+    raise KeyboardInterrupt
+
+
 def _drive(config: MilesConfig) -> int:
     """Run the flow with progress; exit status 0 only when the run is complete."""
     from miles_core.cluster import local_client, runs
     from miles_core.cluster.early import check_early
+    from miles_core.cluster.stop import stop_run
     from miles_core.cluster.supervise import grant_attempts
     from miles_core.runs.fold import fold
     from miles_core.runs.journal import read
@@ -100,10 +106,16 @@ def _drive(config: MilesConfig) -> int:
     if fold(read(run.journal)).state == "completed":
         print(f"{run.path.name} is complete")
     else:
+        signal.signal(signal.SIGTERM, _terminated)
         runs.point_latest(run)
         grant_attempts(run)
-        local_client.start(run, config)  # while Prefect is imported and its server starts
-        _run_flow(run, config)
+        try:
+            local_client.start(run, config)  # while Prefect is imported and its server starts
+            _run_flow(run, config)
+        except KeyboardInterrupt:
+            print(f"ending {run.path.name} ...", file=sys.stderr)
+            stop_run(run, "interrupted", supervisor_wait_s=0.0)
+            raise
     return _report(run)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from miles_core.cluster.supervise import RunCancelled, stop_file
+from miles_core.cluster.supervise import RunCancelled, stop_reason
 from miles_core.runs.directory import RunDir
 
 
@@ -12,8 +12,7 @@ def canceller(run: RunDir, mirror_says: Callable[[], str | None]) -> Callable[[]
     """A function that raises RunCancelled once `RUN/STOP` exists or Prefect cancels the run."""
 
     def check() -> None:
-        reason = (stop_file(run).read_text() or "STOP file") if stop_file(run).exists() else None
-        reason = reason or mirror_says()
+        reason = stop_reason(run) or mirror_says()
         if reason:
             raise RunCancelled(reason)
 

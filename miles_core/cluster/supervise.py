@@ -70,6 +70,14 @@ def stop_file(run: RunDir) -> Path:
     return run.path / "STOP"
 
 
+def stop_reason(run: RunDir) -> str | None:
+    """What the stop file says, or None without one."""
+    try:
+        return stop_file(run).read_text().strip() or "asked by the file STOP"
+    except FileNotFoundError:
+        return None
+
+
 def grant_attempts(run: RunDir) -> None:
     """A person starts the run again: attempts so far no longer count against its limit."""
     if run.last_attempt():
@@ -161,7 +169,7 @@ class Supervisor:
         self._read_events()
 
     def _check_cancel(self) -> None:
-        reason = f"{stop_file(self.run)}" if stop_file(self.run).exists() else self._cancelled()
+        reason = stop_reason(self.run) or self._cancelled()
         if reason:
             raise RunCancelled(reason)
 
@@ -289,8 +297,7 @@ class Supervisor:
             return
         if ending["state"] == "failed":
             raise TrainingFailed(ending["detail"] or "the driver gave up", f"See {folder}.")
-        if stop_file(self.run).exists():
-            raise RunCancelled(str(stop_file(self.run)))
+        self._check_cancel()
         if job.status == "STOPPED":
             raise StoppedOutside(
                 f"the Ray job {job.id} was stopped from outside",

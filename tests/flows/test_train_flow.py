@@ -1,0 +1,128 @@
+"""`miles train` as a person uses it: real Prefect, Ray and agent server; the driver stands in."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from miles_core.cluster import local_client
+from miles_core.cluster import local_process as procs
+from miles_core.cluster.stop import stop_run
+from miles_core.runs.directory import RunDir
+from miles_core.runs.fold import fold
+from miles_core.runs.journal import read
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
+
+
+class Person:
+    """Types the same command again and again; every process it starts carries a mark."""
+
+    def __init__(self, runs: Path) -> None:
+        self.runs = runs
+        self.mark = runs.name + str(time.time())
+        self.children: list[subprocess.Popen[str]] = []
+
+    def types(self, *words: str) -> "subprocess.Popen[str]":
+        command = [sys.executable, str(ROOT / "tests/flows/standin_cli.py"), *words]
+        env = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")}
+        child = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**env, "MILES_TEST_MARK": self.mark, "HOME": str(self.runs)},
+            cwd=ROOT,
+        )
+        self.children.append(child)
+        return child
+
+    def trains(self) -> "subprocess.Popen[str]":
+        return self.types(
+            *("train", "--preset", "quickstart", "--runs-dir", str(self.runs)),
+            *("--agent-config", "none"),
+        )
+
+    def left(self) -> list[procs.Process]:
+        return procs.marked("MILES_TEST_MARK", self.mark)
+
+
+@pytest.fixture
+def person(tmp_path: Path) -> Iterator[Person]:
+    someone = Person(tmp_path / "runs")
+    someone.runs.mkdir()
+    yield someone
+    for child in someone.children:
+        child.kill()
+        child.communicate()
+    for record in someone.runs.glob("*/run.json"):
+        if not record.parent.is_symlink():
+            local_client.stop(RunDir(record.parent))
+    procs.end(someone.left(), grace_s=5.0)
+
+
+def plan(person: Person, **what: object) -> None:
+    (person.runs / "plan.json").write_text(json.dumps(what))
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 180.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.2)
+
+
+def steps(person: Person) -> list[int]:
+    events = read(person.runs / "latest" / "journal.jsonl")
+    return [e["step"] for e in events if e["event"] == "step_trained"]
+
+
+def test_the_same_command_after_a_kill_goes_on_with_the_run(person: Person) -> None:
+    plan(person, steps=25, seconds=1.0)
+    first = person.trains()
+    wait_for(lambda: len(steps(person)) >= 2)
+    first.kill()
+    first.wait()
+    second = person.trains()
+    output, _ = second.communicate(timeout=300)
+    assert second.returncode == 0, output
+    assert "going on with the unfinished run" in output
+    assert steps(person) == list(range(25))
+    (run,) = [p.parent for p in person.runs.glob("*/run.json") if not p.parent.is_symlink()]
+    assert output.splitlines()[-1] == str(run)
+    assert RunDir(run).last_attempt() == 1  # attached to the job that went on
+    wait_for(lambda: not person.left(), 30)
+    assert not (run / "STOP").exists()
+
+
+def test_a_crashed_job_is_tried_again_by_the_flow(person: Person) -> None:
+    plan(person, steps=3, seconds=0.2, crash_at={"1": 1})
+    child = person.trains()
+    output, _ = child.communicate(timeout=300)
+    assert child.returncode == 0, output
+    assert steps(person) == [0, 1, 2]
+    wait_for(lambda: not person.left(), 30)
+
+
+@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "miles stop"])
+def test_a_cancel_ends_everything(person: Person, how: str) -> None:
+    plan(person, steps=300, seconds=1.0)
+    child = person.trains()
+    wait_for(lambda: len(steps(person)) >= 1)
+    run = RunDir((person.runs / "latest").resolve())
+    if how == "miles stop":
+        assert stop_run(run, "miles stop")
+    else:
+        child.send_signal(signal.Signals[how])
+    output, _ = child.communicate(timeout=120)
+    assert child.returncode == 1, output
+    state = fold(read(run.journal))
+    assert (state.state, state.detail) == ("cancelled", how)
+    wait_for(lambda: not person.left(), 30)
