@@ -25,6 +25,19 @@ SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 _CONSONANTS = "bdfgklmnprstvz"
 _VOWELS = "aeiou"
 _SLIP_SHARE = 0.2
+# What shells and programs say when a command fails: return code and output.
+_COMPLAINTS = [
+    (0, ""),
+    (1, "{program}: cannot stat '{name}': No such file or directory\n"),
+    (2, "{program}: cannot read: {name}: No such file or directory\n"),
+    (2, "/bin/sh: 1: cannot open {name}: No such file\n"),
+    (127, "/bin/sh: 1: {program}: not found\n"),
+    (
+        1,
+        "{program}: missing destination file operand after '{name}'\n"
+        "Try '{program} --help' for more information.\n",
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -168,8 +181,8 @@ def fill(pattern: Pattern, word: Callable[[], str]) -> tuple[str, str]:
 class DemoMaker:
     """Draws demonstrations; the same seed draws the same ones.
 
-    Some show a slip: a command with a wrong name that fails, which is not learned from, and the
-    submission that follows it, which is. So the policy ends also after an error that it has seen.
+    Some show a slip: a command that misses the goal and mostly fails. It is not learned from; the
+    submission that follows it is, so that the policy ends also after an error that it has seen.
     """
 
     def __init__(
@@ -194,8 +207,9 @@ class DemoMaker:
         if self._rng.random() >= _SLIP_SHARE:
             return self.render(instruction, command, self.prompts.observed(0, ""), learn=True)
         wrong = self.goal()[1]
-        program, said = wrong.split()[0], self._word()
-        seen = self.prompts.observed(1, f"{program}: {said}.txt: No such file or directory\n")
+        returncode, said = self._rng.choice(_COMPLAINTS)
+        said = said.format(program=wrong.split()[0], name=f"{self._word()}.txt")
+        seen = self.prompts.observed(returncode, said)
         return self.render(instruction, wrong, seen, learn=False)
 
     def render(self, instruction: str, command: str, seen: dict[str, Any], learn: bool) -> Demo:

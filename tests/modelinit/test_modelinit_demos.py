@@ -59,7 +59,8 @@ def test_a_slip_is_seen_and_not_learned(maker, family):
     assert 3 <= len(slips) <= 25
     for demo in slips:
         assert called_command(family.parse_output(learned_parts(demo)[0])) == SUBMIT
-        assert "No such file or directory" in family.tokenizer.decode(demo.tokens)
+    texts = [family.tokenizer.decode(demo.tokens) for demo in slips]
+    assert any("No such file" in text for text in texts)
 
 
 def test_same_seed_same_demonstrations(family, prompts, patterns):
