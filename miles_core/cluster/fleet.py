@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 
 from miles_core.cluster.services import Service
 from miles_core.config.schema import MilesConfig
 from miles_core.runs.directory import RunDir
+from miles_core.runs.files import write_json
 
 READY_S = 180.0
 
@@ -101,9 +103,12 @@ class Fleet:
             for url in urls:
                 health = (await client.get(f"{url}/health")).raise_for_status().json()
                 self.session_instances.append(health["session_server_instance_id"])
-        path = self._directory / "session-instances.json"
-        path.write_text(json.dumps(self.session_instances))
+        self.record("session-instances", self.session_instances)
         return urls
+
+    def record(self, name: str, content: Any) -> None:
+        """Note on disk, beside the ready files, what a later attempt or a person needs."""
+        write_json(self._directory / f"{name}.json", content)
 
     def earlier_instances(self) -> list[str]:
         """Instance ids of the session servers of earlier attempts."""

@@ -1,0 +1,55 @@
+"""Each process is killed in the middle of step 2; the same command then completes the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+VICTIMS = ("driver", "rank", "engine", "session-server", "agent-server", "flow")
+
+
+def pid_of(run: Path, victim: str, flow_pid: int) -> int:
+    """Process id of a part, from what the run has on disk."""
+    services = run / "attempts" / "001" / "services"
+    if victim == "flow":
+        return flow_pid
+    if victim == "rank":
+        return json.loads((services / "ranks.json").read_text())["pids"][0]
+    if victim == "agent-server":
+        return json.loads((run / "cluster" / "agent_server.json").read_text())["pid"]
+    if victim != "driver":
+        return json.loads((services / f"{victim}-0.json").read_text())["pid"]
+    wanted = f"miles_core.cluster.driver\0{run}\0".encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if wanted in command and b"sh\0" not in command:
+            return int(folder.name)
+    raise AssertionError("no driver is running")
+
+
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_a_killed_part_costs_no_step(runs, victim):
+    name = f"kill-{victim}"
+    process = runs.start(name)
+    started = lambda: [e for e in runs.events(name, "trial_started") if e["step"] == 1]  # noqa: E731
+    runs.wait(lambda: len(started()) >= 6 or process.poll() is not None)
+    assert process.poll() is None, runs.output(name)[-3000:]
+    os.kill(pid_of(runs.directory / name, victim, process.pid), signal.SIGKILL)
+    code = runs.finish(process)
+    if code != 0:
+        code = runs.finish(runs.start(name))
+    assert code == 0, runs.output(name)[-3000:]
+    assert runs.status(name)["state"] == "completed"
+    assert [e["step"] for e in runs.events(name, "step_trained")] == [0, 1, 2]
+    trained = [e for e in runs.events(name, "trial_ended") if e["kind"] != "no_verdict"]
+    assert {e["step"] for e in trained} == {0, 1, 2}
+    assert runs.left(name) == []
