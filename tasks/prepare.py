@@ -45,6 +45,9 @@ def prepare_data(run: RunDir, config: MilesConfig) -> Path:
         prepared = prepared_rows(config)
         result.skipped = prepared.skipped
         record_inputs(run, rows=str(prepared.path.absolute()))
+        if config.data.eval_prompt_data is not None:
+            held_out = prepared_rows(config, held_out=True)
+            record_inputs(run, eval_rows=str(held_out.path.absolute()))
     get_run_logger().info("%d rows in %s", prepared.rows, prepared.path)
     return prepared.path
 
@@ -58,7 +61,7 @@ def prepare_data(run: RunDir, config: MilesConfig) -> Path:
 )
 def verify_agent_server(run: RunDir, config: MilesConfig, rows: Path, check: Check) -> str:
     """An agent server that answers, has room and every task, and gives up before its client."""
-    from miles_core.cluster.early import instance_ids
+    from miles_core.cluster.early import instance_ids, prepared_rows
     from miles_core.cluster.local_secrets import read_secrets
     from miles_core.preflight.checks import check_agent_server, require
 
@@ -66,7 +69,10 @@ def verify_agent_server(run: RunDir, config: MilesConfig, rows: Path, check: Che
         cluster = local_client.wait_ready(run, config, parts=("agent_server",), interrupted=check)
         url = cluster.agent_server_url
         token = read_secrets(run)["HARBOR_ADMIN_SECRET"] or None
-        report = asyncio.run(check_agent_server(config, url, token, instance_ids(rows)))
+        ids = instance_ids(rows)
+        if config.data.eval_prompt_data is not None:
+            ids |= instance_ids(prepared_rows(config, held_out=True).path)
+        report = asyncio.run(check_agent_server(config, url, token, ids))
         for warning in report.warnings:
             get_run_logger().warning("%s", warning)
         require(report.problems)

@@ -169,6 +169,7 @@ class Attempt:
         assert self._trainers is not None
         total = self.config.rollout.num_rollout
         await self._push()
+        await self._evaluate()
         while self.step < total:
             rows = source.draw(self.config.rollout.rollout_batch_size)
             path = await self._roll_out(rows)
@@ -183,10 +184,11 @@ class Attempt:
             if self.step % self.config.checkpoint.save_interval == 0 or self.step == total:
                 await self._save(self._unsaved)
             self._journal_trained(self.step - 1, metrics)
-            if self.step < total:
-                if self._stop.is_set():
-                    raise Interrupted
+            if self._stop.is_set() and self.step < total:
+                raise Interrupted
+            if self.step < total or self._evaluation_due():
                 await self._push()
+                await self._evaluate()
             self._prune()
         await self._export()
 
@@ -202,6 +204,40 @@ class Attempt:
             await asyncio.to_thread(write_rollout, path, self.step, self.step + 1, ids, groups)
         append_metrics(self.run_dir.metrics, self.step, "rollout", _rollout_metrics(groups))
         return path
+
+    def _evaluation_due(self) -> bool:
+        """Whether the weights of this step are to be evaluated and were not."""
+        interval = self.config.rollout.eval_interval
+        if interval is None:
+            return False
+        done = {
+            event["step"]
+            for event in journal.read(self.run_dir.journal)
+            if event["event"] == "evaluated"
+        }
+        last = self.step == self.config.rollout.num_rollout
+        return (last or self.step % interval == 0) and self.step not in done
+
+    async def _evaluate(self) -> None:
+        """Run the held-out rows under the current weights, when that is due."""
+        if self.inputs.eval_rows is None or not self._evaluation_due():
+            return
+        source = PromptSource(self.inputs.eval_rows, seed=0, shuffle=False)
+        rows = source.draw(len(source))
+        samples = self.config.rollout.n_samples_per_eval_prompt
+        async with self._stage("evaluate"):
+            trajectories = await self._guard(
+                self._rollout.evaluate(self.step, rows, samples), interruptible=True
+            )
+        rewards = [float(t.verdict.reward) for t in trajectories if t.verdict.reward is not None]
+        metrics = {
+            "reward_mean": sum(rewards) / len(rewards) if rewards else None,
+            "trajectories": len(rewards),
+            "no_verdict": samples * len(rows) - len(rewards),
+        }
+        append_metrics(self.run_dir.metrics, self.step, "eval", metrics)
+        self._journal.append("evaluated", step=self.step, metrics=metrics)
+        self._tracker.log(self.step, {f"eval/{name}": value for name, value in metrics.items()})
 
     async def _train(self, path: Path) -> dict[str, Any]:
         assert self._trainers is not None

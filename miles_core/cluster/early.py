@@ -26,11 +26,13 @@ if TYPE_CHECKING:
 SMALL_BYTES = 64 * 1024 * 1024
 
 
-def prepared_rows(config: MilesConfig) -> PreparedData:
+def prepared_rows(config: MilesConfig, held_out: bool = False) -> PreparedData:
     """The rows of a configuration, converted unless the same content was before."""
     data = config.data
+    source = data.eval_prompt_data if held_out else data.prompt_data
+    assert source is not None, "asked for held-out rows that the configuration does not name"
     return prepare_rows(
-        data.prompt_data,
+        source,
         cache_dir(config),
         prompt_key=data.prompt_key,
         id_key=data.id_key,
@@ -49,9 +51,10 @@ def check_early(config: MilesConfig) -> None:
     require(check_local(config))
     require(asyncio.run(check_services(config)))
     ids: set[str] = set()
-    path = config.data.prompt_data
-    if path.is_file() and path.stat().st_size <= SMALL_BYTES:
-        ids = instance_ids(prepared_rows(config).path)
+    for path in (config.data.prompt_data, config.data.eval_prompt_data):
+        if path is not None and path.is_file() and path.stat().st_size <= SMALL_BYTES:
+            held_out = path is config.data.eval_prompt_data
+            ids |= instance_ids(prepared_rows(config, held_out).path)
     url = config.agent_server.agent_server_url
     if url is None:
         tasks_dir = config.agent_server.tasks_dir

@@ -25,6 +25,7 @@ class Inputs:
     hf_checkpoint: str
     torch_dist: str
     ref_torch_dist: str
+    eval_rows: str | None
     agent_server_url: str
     agent_token: str | None
     session_token: str
@@ -34,7 +35,7 @@ class Inputs:
         paths = json.loads((run.path / "inputs.json").read_text())
         secrets = json.loads((run.path / "cluster" / "secrets.json").read_text())
         return cls(
-            **paths,
+            **{"eval_rows": None, **paths},
             agent_token=secrets.get("HARBOR_ADMIN_SECRET"),
             session_token=secrets["MILES_SESSION_TOKEN"],
         )

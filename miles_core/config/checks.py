@@ -23,6 +23,11 @@ def cross_field_errors(config: MilesConfig) -> list[str]:
             f"agent_timeout ({server.agent_timeout:g} s), or the client gives up while the "
             f"sandbox still runs; set --agent-trial-timeout {server.agent_timeout + 1800:g}"
         )
+    if (config.data.eval_prompt_data is None) != (rollout.eval_interval is None):
+        errors.append(
+            "rollout.eval_interval: an evaluation needs both --eval-prompt-data and "
+            "--eval-interval; set both or none"
+        )
     if rollout.min_group_size > rollout.n_samples_per_prompt:
         errors.append(
             f"rollout.min_group_size: {rollout.min_group_size} is above n_samples_per_prompt "

@@ -48,6 +48,9 @@ class DataConfig(Section):
         "metadata.instance_id", description="Dotted path of the task id in a raw row"
     )
     agent_name: str = Field("mini-swe-agent", description="Agent of rows that name none")
+    eval_prompt_data: Path | None = Field(
+        None, description="Held-out rows, in any form that prompt_data may have"
+    )
     shuffle: bool = Field(True, description="Draw rows in a random order, new in each epoch")
 
 
@@ -94,6 +97,15 @@ class RolloutConfig(Section):
         "wait", description="What to do in an outage: hold new trials back, or fail the run"
     )
     outage_wait_s: float = Field(60.0, gt=0, description="Pause before trials are tried again")
+    eval_interval: int | None = Field(
+        None,
+        ge=1,
+        description="Steps between evaluations on eval_prompt_data; also before the first step "
+        "and after the last",
+    )
+    n_samples_per_eval_prompt: int = Field(
+        4, ge=1, description="Trials of each held-out row in an evaluation"
+    )
     no_signal_steps: int = Field(
         10, ge=1, description="Steps without any spread of rewards before an alarm"
     )

@@ -82,6 +82,9 @@ def check_local(config: MilesConfig) -> list[Problem]:
 def check_paths(config: MilesConfig) -> list[Problem]:
     """Inputs exist and have the right kind."""
     problems = _need(config.data.prompt_data, "data.prompt_data", "set --prompt-data to the rows")
+    if config.data.eval_prompt_data is not None:
+        fix = "set --eval-prompt-data to held-out rows"
+        problems += _need(config.data.eval_prompt_data, "data.eval_prompt_data", fix)
     model, server = config.model, config.agent_server
     if model.hf_checkpoint is not None:
         fix = "set --hf-checkpoint to a Hugging Face directory with config.json and weights"

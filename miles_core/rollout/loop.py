@@ -76,6 +76,27 @@ class RolloutLoop:
             )
         return groups
 
+    async def evaluate(self, step: int, rows: list[Row], samples: int) -> list[Trajectory]:
+        """Trials of held-out rows under the weights of `step`, without those that gave no verdict.
+
+        Nothing of it is trained on. Its group ids are `s0003-e00`, so that a restart finds what
+        had ended.
+        """
+        finished = finished_trials(self._trials_dir, step)
+        async with asyncio.TaskGroup() as tasks:
+            started = [
+                tasks.create_task(
+                    self._run_place(
+                        Place(step, f"s{step:04d}-e{index:02d}", member, row.instance_id),
+                        row,
+                        finished,
+                    )
+                )
+                for index, row in enumerate(rows)
+                for member in range(samples)
+            ]
+        return [trajectory for task in started if (trajectory := task.result()) is not None]
+
     async def _run_group(
         self, step: int, index: int, row: Row, finished: dict[Place, Trajectory]
     ) -> Group | None:

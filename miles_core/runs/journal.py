@@ -22,6 +22,7 @@ EVENTS = frozenset(
         "group_ready",
         "group_dropped",
         "step_trained",
+        "evaluated",
         "weights_pushed",
         "checkpoint_saved",
         "alarm",

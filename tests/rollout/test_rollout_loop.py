@@ -181,3 +181,13 @@ def _innermost(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+async def test_an_evaluation_runs_each_row_and_is_never_mixed_with_the_step(tmp_path):
+    loop, runner = make(tmp_path, lambda place: [graded(place.member)])
+    trajectories = await loop.evaluate(2, rows(3), samples=2)
+    assert len(trajectories) == 6
+    assert {t.place.group_id for t in trajectories} == {"s0002-e00", "s0002-e01", "s0002-e02"}
+    groups = await loop.run_step(2, rows(3))
+    assert all(len(group.trajectories) == 4 for group in groups)
+    assert sum(runner.calls.values()) == 18
