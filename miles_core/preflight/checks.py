@@ -24,6 +24,7 @@ from miles_core.agent_server.protocol import Health
 from miles_core.config.keys import nearest
 from miles_core.config.schema import MilesConfig
 from miles_core.errors import UserError
+from miles_core.preflight.model_files import model_faults
 
 LEAST_FREE_BYTES = 1 << 30
 # A checkpoint holds float32 weights and two AdamW moments: 12 bytes for each parameter, which a
@@ -87,11 +88,14 @@ def check_paths(config: MilesConfig) -> list[Problem]:
         problems += _need(config.data.eval_prompt_data, "data.eval_prompt_data", fix)
     model, server = config.model, config.agent_server
     if model.hf_checkpoint is not None:
-        fix = "set --hf-checkpoint to a Hugging Face directory with config.json and weights"
+        fix = (
+            "set --hf-checkpoint to a Hugging Face directory of a supported family with "
+            "config.json, tokenizer.json and .safetensors weights"
+        )
         problems += _need(model.hf_checkpoint, "model.hf_checkpoint", fix, kind="dir")
-        if model.hf_checkpoint.is_dir() and not (model.hf_checkpoint / "config.json").is_file():
-            text = f"{model.hf_checkpoint} has no config.json"
-            problems.append(Problem("model.hf_checkpoint", text, fix))
+        if model.hf_checkpoint.is_dir():
+            faults = model_faults(model.hf_checkpoint)
+            problems += [Problem("model.hf_checkpoint", fault, fix) for fault in faults]
     elif model.model_recipe is not None:
         fix = "set --model-recipe to a TOML recipe, or --hf-checkpoint to a model"
         problems += _need(model.model_recipe, "model.model_recipe", fix, kind="file")

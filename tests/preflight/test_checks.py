@@ -47,11 +47,31 @@ HEALTH = {
 }
 
 
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 8,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "intermediate_size": 16,
+    "vocab_size": 10,
+    "max_position_embeddings": 64,
+}
+
+
+def write_model(directory: Path) -> None:
+    """A Hugging Face directory as far as it can be judged without torch."""
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(MODEL))
+    (directory / "tokenizer.json").write_text("{}")
+    header = json.dumps({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    weights = len(header).to_bytes(8, "little") + header + bytes(8)
+    (directory / "model.safetensors").write_bytes(weights)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "rows.jsonl").write_text("{}\n")
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
+    write_model(tmp_path / "model")
     (tmp_path / "tasks" / "write-001").mkdir(parents=True)
     return tmp_path
 
@@ -152,6 +172,40 @@ def test_model_without_config_and_missing_recipe(folder: Path) -> None:
 def test_tasks_dir_of_another_machine_is_not_looked_for(folder: Path) -> None:
     other = config(folder, tasks_dir="/elsewhere", agent_server_url="http://h:1")
     assert check_paths(other) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "fault"),
+    [
+        ("config.json", "{", "cannot be read"),
+        ("config.json", json.dumps(MODEL | {"architectures": ["Foo"]}), "architectures"),
+        ("config.json", json.dumps(MODEL | {"hidden_size": None}), "hidden_size"),
+        ("tokenizer.json", None, "does not exist"),
+        ("tokenizer.json", "{", "cannot be read"),
+        ("tokenizer_config.json", "[]", "JSON object"),
+        ("model.safetensors", None, "holds no .safetensors file"),
+        ("model.safetensors", "", "cut off"),
+        ("model.safetensors", "version https://git-lfs", "cut off"),
+        ("model.safetensors.index.json", '{"weight_map": {"x": "a.safetensors"}}', "a.safetensors"),
+        ("model.safetensors.index.json", "{}", "weight_map"),
+    ],
+)
+def test_unusable_model_directory(folder: Path, name: str, content: str | None, fault: str) -> None:
+    file = folder / "model" / name
+    file.unlink(missing_ok=True)
+    if content is not None:
+        file.write_text(content)
+    problems = check_paths(config(folder))
+    assert fields(problems) == ["model.hf_checkpoint"]
+    assert fault in problems[0].problem
+    assert str(folder / "model") in problems[0].problem
+
+
+def test_cut_weights(folder: Path) -> None:
+    file = folder / "model" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    (problem,) = check_paths(config(folder))
+    assert "its header says" in problem.problem
 
 
 def test_missing_programs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
