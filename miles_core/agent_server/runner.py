@@ -89,6 +89,8 @@ class Runner:
             nonlocal reached
             reached = PHASES[event.event]  # type: ignore[attr-defined]
             on_phase(reached)
+            if host is not None:
+                await host.enter(reached)
 
         async def leave(event: object) -> None:
             on_phase(Phase.TEARDOWN)
@@ -107,7 +109,9 @@ class Runner:
             HOSTS.pop(trial_id, None)
             if host is not None:
                 await host.close()
-        ended = Ended(trial.result, job, reached, trial.paths.verifier_dir)
+        names = host.names if host is not None else {}
+        directories = (task.paths.task_dir, trial.paths.trial_dir)
+        ended = Ended(trial.result, job, reached, *directories, names)
         verdict = decide(ended)
         total = time.monotonic() - started
         status = job.exit_status if verdict.cause is None else None

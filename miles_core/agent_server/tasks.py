@@ -65,9 +65,29 @@ class TaskSet:
         """The parsed task; raises TaskProblem."""
         directory = self.directory(instance_id)
         try:
-            return Task(directory)
+            task = Task(directory)
         except Exception as error:  # whatever the parser makes of a file of unknown origin
             raise TaskProblem(Cause.TASK_INVALID, f"{directory}: {one_line(error)}") from error
+        _check_limits(task)
+        return task
+
+
+def _check_limits(task: Task) -> None:
+    """Raise TaskProblem for a time limit in which nothing can be done."""
+    config = task.config
+    limits = {
+        "agent.timeout_sec": config.agent.timeout_sec,
+        "verifier.timeout_sec": config.verifier.timeout_sec,
+        "environment.build_timeout_sec": config.environment.build_timeout_sec,
+    }
+    for step in config.steps or []:
+        limits[f"steps.{step.name}.agent.timeout_sec"] = step.agent.timeout_sec
+        limits[f"steps.{step.name}.verifier.timeout_sec"] = step.verifier.timeout_sec
+    for name, value in limits.items():
+        if value is not None and not value > 0:
+            raise TaskProblem(
+                Cause.TASK_INVALID, f"{task.paths.config_path}: {name} = {value:g} is not above 0"
+            )
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:
@@ -91,9 +111,9 @@ def check_for_bubblewrap(task: Task, agent_name: str) -> None:
     elif config.environment.mcp_servers:
         problem = "task.toml: mcp_servers"
     elif config.environment.network_mode is not NetworkMode.NO_NETWORK:
-        directories = [task.paths.tests_dir]
-        if agent_name == "oracle":
-            directories.append(task.paths.solution_dir)
+        names = ["tests", "solution"] if agent_name == "oracle" else ["tests"]
+        roots = [task.paths.task_dir, *sorted(task.paths.task_dir.glob("steps/*"))]
+        directories = [root / name for root in roots for name in names]
         problem = network_need(task.paths.task_dir, directories)
     if problem:
         raise TaskProblem(

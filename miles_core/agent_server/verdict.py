@@ -5,14 +5,14 @@ The only source of a reward is the verifier's. Everything else says why there is
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from harbor.models.trial.result import ExceptionInfo, TimingInfo
 from harbor.models.trial.result import TrialResult as HarborResult
 
+from miles_core.agent_server import evidence
 from miles_core.agent_server.agents import HOST_AGENTS, AgentJob
 from miles_core.agent_server.protocol import AgentMetrics, Phase
 from miles_core.verdicts import Cause, Verdict
@@ -37,8 +37,14 @@ BY_PHASE = {
     Phase.VERIFIER: Cause.VERIFIER_FAILED,
 }
 
+FULL_REWARD = 1.0
+REWARD_LIMIT = 1e6
+"""The largest size of a reward: sums and squares of such numbers stay exact enough to train on."""
+
 AGENT_ENDED_EARLY = ("AgentTimeoutError", "NonZeroAgentExitCodeError")
 """Exceptions of the agent's phase after which Harbor still runs the verifier."""
+
+CHAINED = "\n\nThe above exception was the direct cause of the following exception:"
 
 
 @dataclass
@@ -48,7 +54,10 @@ class Ended:
     harbor: HarborResult
     job: AgentJob
     phase: Phase
-    verifier_dir: Path
+    task_dir: Path
+    trial_dir: Path
+    names: dict[Phase, list[str]] = field(default_factory=dict)
+    """The public names that were looked up in each phase, in a sandbox without a network."""
 
 
 def decide(ended: Ended) -> Verdict:
@@ -60,7 +69,9 @@ def decide(ended: Ended) -> Verdict:
     timed_out = any(failure.exception_type == "AgentTimeoutError" for failure in failures)
     fatal = [f for f in failures if f.exception_type not in AGENT_ENDED_EARLY]
     if fatal:
-        return Verdict.no_verdict(_cause(fatal[0], ended.phase), _detail(fatal[0]))
+        fault = _cause(fatal[0], ended.phase)
+        missing = fault is Cause.REWARD_MISSING
+        return Verdict.no_verdict(fault, _no_reward(ended) if missing else _detail(fatal[0]))
     if job.turns == 0 and job.request.agent_name not in HOST_AGENTS:
         detail = job.exit_status or ("the agent ran out of time" if timed_out else "")
         return Verdict.no_verdict(Cause.NO_MODEL_CALL, f"no model call was answered; {detail}")
@@ -69,7 +80,12 @@ def decide(ended: Ended) -> Verdict:
         return _ungraded(ended)
     reward = choose_reward(rewards)
     if reward is None:
-        return Verdict.no_verdict(Cause.REWARD_INVALID, f"no usable key 'reward' in {rewards}")
+        detail = f"no key 'reward' with a number within {REWARD_LIMIT:g} in {rewards}"
+        return Verdict.no_verdict(Cause.REWARD_INVALID, detail[:500])
+    if reward < FULL_REWARD:
+        untrusted = _untrusted(ended)
+        if untrusted is not None:
+            return untrusted
     cause = Cause.AGENT_TIMEOUT if timed_out else job.cause
     if cause is None and failures:
         cause = Cause.AGENT_CRASHED
@@ -79,8 +95,20 @@ def decide(ended: Ended) -> Verdict:
 def choose_reward(rewards: dict[str, Any]) -> float | None:
     """The reward among named rewards: the key `reward`, or the only key there is."""
     value = rewards.get("reward", next(iter(rewards.values())) if len(rewards) == 1 else None)
-    if isinstance(value, (int, float)) and math.isfinite(value):
+    if isinstance(value, (int, float)) and abs(value) <= REWARD_LIMIT:
         return float(value)
+    return None
+
+
+def _untrusted(ended: Ended) -> Verdict | None:
+    """Why a low reward says nothing about the agent, if so."""
+    sign = evidence.no_grade(ended.task_dir, ended.trial_dir, ended.names.get(Phase.VERIFIER, []))
+    if sign is not None:
+        return Verdict.no_verdict(Cause.VERIFIER_FAILED, sign[:500])
+    wanted = ended.names.get(Phase.AGENT, [])
+    if wanted and ended.job.request.agent_name == "oracle":
+        detail = f"the solution looks for {', '.join(wanted[:5])}, and the sandbox has no network"
+        return Verdict.no_verdict(Cause.SANDBOX_UNSUPPORTED, detail)
     return None
 
 
@@ -104,13 +132,26 @@ def _cause(failure: ExceptionInfo, phase: Phase) -> Cause:
         return Cause.TASK_INVALID
     if kind == "FileNotFoundError" and "No OS-compatible solution" in message:
         return Cause.TASK_INVALID
-    if kind == "ValidationError" and phase is Phase.VERIFIER:
+    if kind in ("ValidationError", "IsADirectoryError") and phase is Phase.VERIFIER:
         return Cause.REWARD_INVALID
     return BY_PHASE.get(phase, Cause.INTERNAL_ERROR)
 
 
 def _detail(failure: ExceptionInfo) -> str:
-    return f"{failure.exception_type}: {' '.join(failure.exception_message.split())}"[:500]
+    """The exception in one line, with the one that it came from."""
+    text = f"{failure.exception_type}: {' '.join(failure.exception_message.split())}"
+    first, chained, _ = failure.exception_traceback.partition(CHAINED)
+    if chained:
+        origin = " ".join(first.strip().rpartition("\n")[2].split())
+        text = f"{text[:200]} ({origin.removeprefix('miles_core.agent_server.sandbox.errors.')})"
+    return text[:500]
+
+
+def _no_reward(ended: Ended) -> str:
+    """What is known of a verifier that wrote no reward."""
+    sign = evidence.no_grade(ended.task_dir, ended.trial_dir, ended.names.get(Phase.VERIFIER, []))
+    said = sign or evidence.last_words(ended.trial_dir)
+    return "the verifier wrote no reward file" + (f"; {said}" if said else "")
 
 
 def _ungraded(ended: Ended) -> Verdict:
@@ -118,10 +159,10 @@ def _ungraded(ended: Ended) -> Verdict:
     timing = ended.harbor.verifier
     if timing is None or timing.started_at is None:
         return Verdict.no_verdict(Cause.VERIFIER_FAILED, "the verifier did not run")
-    files = [ended.verifier_dir / name for name in ("reward.json", "reward.txt")]
+    files = [ended.trial_dir / "verifier" / name for name in ("reward.json", "reward.txt")]
     if any(file.exists() for file in files):
         return Verdict.no_verdict(Cause.REWARD_INVALID, "the reward file holds no finite number")
-    return Verdict.no_verdict(Cause.REWARD_MISSING, "the verifier wrote no reward file")
+    return Verdict.no_verdict(Cause.REWARD_MISSING, _no_reward(ended))
 
 
 def metrics(ended: Ended, total_s: float) -> AgentMetrics:

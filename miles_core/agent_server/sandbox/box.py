@@ -13,16 +13,22 @@ import contextlib
 import json
 import os
 import shlex
+import shutil
 import signal
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from miles_core.agent_server.sandbox import cgroups, processes
+from miles_core.agent_server.sandbox.accounts import ROOT, Account
 from miles_core.agent_server.sandbox.errors import SandboxError
-from miles_core.agent_server.sandbox.relay import Relay, listen_inside
+from miles_core.agent_server.sandbox.lookups import ADDRESS, Lookups
+from miles_core.agent_server.sandbox.relay import Relay, listen_inside, socket_inside
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+NSENTER = shutil.which("nsenter") or "nsenter"
+SETPRIV = shutil.which("setpriv") or "setpriv"
 STAGE = "/mnt"
 OUTPUT_LIMIT = 4 << 20
 """Bytes that are kept of each output stream of a command."""
@@ -69,6 +75,8 @@ class BoxSettings:
     binds: list[tuple[str, str]] = field(default_factory=list)
     relays: list[tuple[int, str, int]] = field(default_factory=list)
     """(port inside, host, port outside)"""
+    on_name: Callable[[str], None] = lambda name: None
+    """Told each public name that a program in the sandbox looks up."""
 
 
 class Box:
@@ -82,6 +90,7 @@ class Box:
         self._holder: asyncio.subprocess.Process | None = None
         self._pid: int | None = None
         self._relays: list[Relay] = []
+        self._lookups: Lookups | None = None
         self._closed = False
 
     async def start(self) -> None:
@@ -116,6 +125,11 @@ class Box:
             relay = Relay(listen_inside(self._pid, inside), host, port)
             self._relays.append(relay)
             await relay.start()
+        if os.geteuid() == 0:  # only root may enter a sandbox's network
+            lookups = self._lookups = Lookups(self.settings.on_name)
+            names = socket_inside(self._pid, socket.SOCK_DGRAM, ADDRESS)
+            loop = asyncio.get_running_loop()
+            await loop.create_datagram_endpoint(lambda: lookups, sock=names)
 
     async def _map_ids(self, pid: int) -> None:
         """Give the new user namespace its ids: all of the first 65536 for root, else one's own."""
@@ -162,6 +176,7 @@ mount -t tmpfs -o size={settings.disk_mb}m,mode=755 sandbox {STAGE}
 mkdir {STAGE}/u {STAGE}/w {STAGE}/m {STAGE}/uu {STAGE}/uw
 mount -t overlay overlay -o {options}={STAGE}/w,lowerdir={base},upperdir={STAGE}/u {STAGE}/m
 mount -t overlay overlay -o {options}={STAGE}/uw,lowerdir=/usr,upperdir={STAGE}/uu {STAGE}/m/usr
+rm -f {STAGE}/m/usr/lib/python3*/EXTERNALLY-MANAGED || true
 exec {shlex.join(bwrap)}
 """
 
@@ -179,7 +194,7 @@ exec {shlex.join(bwrap)}
         *,
         env: dict[str, str] | None = None,
         cwd: str = "/",
-        user: str | int | None = None,
+        user: Account = ROOT,
         stdin: bytes | None = None,
         timeout_s: float | None = None,
         limit: int = OUTPUT_LIMIT,
@@ -213,15 +228,14 @@ exec {shlex.join(bwrap)}
                 processes.end_tree(process.pid)
                 await process.wait()
 
-    def _enter(self, user: str | int | None) -> list[str]:
+    def _enter(self, user: Account) -> list[str]:
+        """The words before a command; absolute, since the PATH is the task's."""
         bounding = "-all," + ",".join("+" + name.lower() for name in CAPABILITIES)
-        words = ["nsenter", "-t", str(self._pid), "-U", "-m", "-p", "-n", "-i", "-u", "-r"]
-        words += ["setpriv", "--no-new-privs", f"--bounding-set={bounding}", "--inh-caps=-all"]
-        name = "root" if user is None else str(user)
-        if name not in ("root", "0"):
-            account, _, group = name.partition(":")
-            words += ["--reuid", account]
-            words += ["--regid", group, "--clear-groups"] if group else ["--init-groups"]
+        words = [NSENTER, "-t", str(self._pid), "-U", "-m", "-p", "-n", "-i", "-u", "-r"]
+        words += [SETPRIV, "--no-new-privs", f"--bounding-set={bounding}", "--inh-caps=-all"]
+        if user != ROOT:
+            words += ["--reuid", str(user.uid), "--regid", str(user.gid)]
+            words.append("--init-groups" if user.named else "--clear-groups")
         return words
 
     def kill(self) -> None:
@@ -238,6 +252,8 @@ exec {shlex.join(bwrap)}
         self._closed = True
         for relay in self._relays:
             relay.close()
+        if self._lookups is not None:
+            self._lookups.close()
         if self._holder is not None and self._holder.returncode is None:
             self.kill()
             await self._holder.wait()

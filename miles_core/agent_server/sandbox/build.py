@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from miles_core.agent_server.sandbox import dockerfile
+from miles_core.agent_server.sandbox.box import PATH
 from miles_core.agent_server.sandbox.dockerfile import Instruction
 from miles_core.agent_server.sandbox.errors import SandboxUnsupported
 
@@ -20,7 +21,7 @@ class ImageState:
 
     workdir: str = "/"
     user: str | None = None
-    env: dict[str, str] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=lambda: {"PATH": PATH})
     arguments: dict[str, str] = field(default_factory=dict)
     shell: list[str] = field(default_factory=lambda: ["/bin/sh", "-c"])
 
@@ -42,6 +43,8 @@ async def build(environment: BubblewrapEnvironment, context: Path) -> None:
         return
     instructions = dockerfile.parse(path.read_text(errors="replace"))
     stages = [made for made in instructions if made.name == "FROM"]
+    if not stages:
+        raise SandboxUnsupported("Dockerfile: there is no FROM, so no image can be built from it")
     if len(stages) > 1:
         raise SandboxUnsupported(f"{stages[1].where()}: only one stage is supported")
     for instruction in instructions:
@@ -82,7 +85,14 @@ async def _run(environment: BubblewrapEnvironment, instruction: Instruction) -> 
     while text.startswith("--"):
         text = text.partition(" ")[2].strip()
     argv = instruction.json_form() or [*state.shell, text]
+    before = len(environment.lookups)
     done = await environment.run(argv, env=state.arguments, user=state.user or "root")
+    names = environment.lookups[before:]
+    if done.code == 0 and names:
+        raise SandboxUnsupported(
+            f"{instruction.where()}: looks for {', '.join(names)} in a sandbox without a network; "
+            "use --sandbox docker for this task"
+        )
     if done.code != 0:
         output = (done.err or done.out).decode(errors="replace").strip()[-300:]
         raise SandboxUnsupported(

@@ -16,6 +16,7 @@ from miles_core.agent_server.sandbox.errors import SandboxUnsupported
 
 IGNORED = frozenset(
     {"CMD", "ENTRYPOINT", "EXPOSE", "LABEL", "MAINTAINER", "STOPSIGNAL", "HEALTHCHECK", "VOLUME"}
+    | {"ONBUILD"}
 )
 """They change nothing in a sandbox whose commands are all started from outside."""
 
@@ -126,12 +127,17 @@ def expand(text: str, variables: dict[str, str]) -> str:
     return _VARIABLE.sub(value, text)
 
 
-def key_values(instruction: Instruction, variables: dict[str, str]) -> dict[str, str]:
-    """The assignments of an ENV, in both of its forms."""
+def split(instruction: Instruction) -> list[str]:
+    """The words of an instruction, without their quotes."""
     try:
-        words = shlex.split(instruction.text)
+        return shlex.split(instruction.text)
     except ValueError as error:
         raise SandboxUnsupported(f"{instruction.where()}: {error}") from error
+
+
+def key_values(instruction: Instruction, variables: dict[str, str]) -> dict[str, str]:
+    """The assignments of an ENV, in both of its forms."""
+    words = split(instruction)
     if words and "=" not in words[0]:
         key, _, value = instruction.text.partition(" ")
         return {key: expand(value.strip(), variables)}
@@ -146,7 +152,7 @@ def copy_arguments(
     words = instruction.json_form()
     flags: dict[str, str] = {}
     if words is None:
-        words = shlex.split(instruction.text)
+        words = split(instruction)
     while words and words[0].startswith("--"):
         key, _, value = words.pop(0)[2:].partition("=")
         flags[key] = expand(value, variables)

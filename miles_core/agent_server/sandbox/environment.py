@@ -19,6 +19,8 @@ from harbor.environments.capabilities import (
 from harbor.models.task.config import TaskOS
 from harbor.models.trial.config import ResourceMode
 
+from miles_core.agent_server.protocol import Phase
+from miles_core.agent_server.sandbox import accounts
 from miles_core.agent_server.sandbox.box import Box, BoxSettings, Completed
 from miles_core.agent_server.sandbox.build import ImageState, build
 from miles_core.agent_server.sandbox.cgroups import CgroupTree, Limits
@@ -27,6 +29,14 @@ from miles_core.agent_server.sandbox.errors import SandboxError, SandboxUnsuppor
 DEFAULT_MEMORY_MB = 4096
 DEFAULT_DISK_MB = 2048
 PIDS = 512
+KILLED = (-9, 137)
+NAMES_LIMIT = 20
+LOG_DIRECTORIES = ("/logs", "/logs/agent", "/logs/verifier", "/logs/artifacts")
+RESTORE_LOGS = """for place in "$@"; do
+  if [ -L "$place" ] || [ ! -d "$place" ]; then
+    rm -f -- "$place" && mkdir -- "$place" && chmod 777 -- "$place"
+  fi
+done"""
 TRANSFER_LIMIT = 256 << 20
 """Bytes of one file or directory that is read out of a sandbox."""
 
@@ -104,6 +114,7 @@ class BubblewrapEnvironment(BaseEnvironment):
             ),
             binds=self._host.binds,
             relays=self._host.relays,
+            on_name=self._host.looked_up,
         )
         self._box = Box(
             f"{self._host.trial_id}-{self._host.next_index()}", settings, self._host.tree
@@ -113,6 +124,15 @@ class BubblewrapEnvironment(BaseEnvironment):
         self.image.workdir = self.task_env_config.workdir or self.image.workdir
         await self.checked(["mkdir", "-p", self.image.workdir])
         await self._upload_environment_dir_after_start()
+
+    @property
+    def lookups(self) -> list[str]:
+        """The public names that were looked up since this phase of the trial began."""
+        return self._host.names.get(self._host.phase, [])
+
+    @property
+    def running(self) -> bool:
+        return self._box is not None and self._box.alive
 
     @override
     async def stop(self, delete: bool) -> None:
@@ -134,21 +154,28 @@ class BubblewrapEnvironment(BaseEnvironment):
         **options: Any,
     ) -> Completed:
         """Run a program with the environment of the image and the task."""
-        account = self._resolve_user(user)
-        home = "/root" if account in (None, "root", 0, "0") else f"/home/{account}"
+        account = await self._account(self._resolve_user(user))
         return await self.box.run(
             argv,
             cwd=cwd or self.image.workdir,
-            env={"HOME": home, **self.image.env, **(self._merge_env(env) or {})},
+            env={"HOME": account.home, **self.image.env, **(self._merge_env(env) or {})},
             user=account,
             **options,
         )
+
+    async def _account(self, user: str | int | None) -> accounts.Account:
+        if accounts.is_root(user) or user is None:
+            return accounts.ROOT
+        listed = await self.box.run(accounts.READ, timeout_s=30)
+        return accounts.find(user, listed.out.decode(errors="replace"))
 
     async def checked(self, argv: list[str], stdin: bytes | None = None) -> None:
         """Run a program as root that must succeed; raises SandboxError."""
         done = await self.box.run(argv, stdin=stdin, timeout_s=120)
         if done.code != 0:
             message = done.err.decode(errors="replace").strip()[-300:]
+            if done.code in KILLED:
+                message = "it was killed; is memory_mb of task.toml enough?"
             raise SandboxError(f"{argv[0]} in the sandbox failed with {done.code}: {message}")
 
     @override
@@ -229,10 +256,27 @@ class SandboxHost:
         self.binds = binds
         self.relays = relays
         self.environments: list[BubblewrapEnvironment] = []
+        self.phase = Phase.ENVIRONMENT
+        self.names: dict[Phase, list[str]] = {}
+        """The public names that were looked up in each phase, in vain."""
         self._started = 0
 
     def opened(self, environment: BubblewrapEnvironment) -> None:
         self.environments.append(environment)
+
+    def looked_up(self, name: str) -> None:
+        names = self.names.setdefault(self.phase, [])
+        if name not in names and len(names) < NAMES_LIMIT:
+            names.append(name)
+
+    async def enter(self, phase: Phase) -> None:
+        """Begin a phase; the verifier finds its log directories whatever the agent did to them."""
+        self.phase = phase
+        if phase is not Phase.VERIFIER:
+            return
+        for environment in self.environments:
+            if environment.running:
+                await environment.checked(["sh", "-c", RESTORE_LOGS, "sh", *LOG_DIRECTORIES])
 
     def next_index(self) -> int:
         """A number for each sandbox of the trial: a separate verifier has one of its own."""

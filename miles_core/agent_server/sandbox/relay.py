@@ -23,7 +23,14 @@ INSIDE_HOST = "127.0.0.1"
 
 
 def listen_inside(pid: int, port: int) -> socket.socket:
-    """A socket that listens on `port` of the loopback interface of the namespaces of `pid`.
+    """A socket that listens on `port` of the loopback interface of the namespaces of `pid`."""
+    listener = socket_inside(pid, socket.SOCK_STREAM, (INSIDE_HOST, port))
+    listener.listen(64)
+    return listener
+
+
+def socket_inside(pid: int, kind: socket.SocketKind, address: tuple[str, int]) -> socket.socket:
+    """A socket bound in the network namespace of `pid`; raises SandboxError.
 
     The kernel lets a thread enter the network namespace when it is privileged in the user
     namespace that owns it; root of the host is.
@@ -40,22 +47,21 @@ def listen_inside(pid: int, port: int) -> socket.socket:
                     raise OSError(code, os.strerror(code))
             finally:
                 os.close(fd)
-            listener = socket.socket()
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((INSIDE_HOST, port))
-            listener.listen(64)
-            listener.setblocking(False)
-            made["socket"] = listener
+            bound = socket.socket(socket.AF_INET, kind)
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+            bound.setblocking(False)
+            made["socket"] = bound
         except OSError as error:
             made["error"] = error
 
     thread = threading.Thread(target=run, name="sandbox-relay")
     thread.start()
     thread.join()
-    listener = made.get("socket")
-    if not isinstance(listener, socket.socket):
-        raise SandboxError(f"no relay on port {port} inside the sandbox: {made.get('error')}")
-    return listener
+    bound = made.get("socket")
+    if not isinstance(bound, socket.socket):
+        raise SandboxError(f"no socket on port {address[1]} in the sandbox: {made.get('error')}")
+    return bound
 
 
 class Relay:

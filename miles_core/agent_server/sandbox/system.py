@@ -10,6 +10,7 @@ import sysconfig
 from pathlib import Path
 
 from miles_core.agent_server.sandbox.errors import SandboxError
+from miles_core.agent_server.sandbox.lookups import RESOLV_CONF
 
 TOOLS = ("bwrap", "unshare", "nsenter", "setpriv", "mount")
 
@@ -23,7 +24,8 @@ _ETC_COPIED = (
 )
 
 _DIRECTORIES = (
-    "dev proc root home opt srv mnt media run tmp usr var/cache var/lib/dpkg var/log var/tmp "
+    "dev proc root home opt srv mnt media run tmp usr var/lib/dpkg "
+    "var/lib/apt/lists/partial var/cache/apt/archives/partial var/log var/tmp "
     "logs/agent logs/verifier logs/artifacts"
 )
 
@@ -75,6 +77,9 @@ def _make_etc(etc: Path) -> None:
     (etc / "shadow").chmod(0o640)
     (etc / "hosts").write_text("127.0.0.1 localhost sandbox\n")
     (etc / "hostname").write_text("sandbox\n")
+    (etc / "apt").mkdir()
+    (etc / "apt" / "sources.list").write_text("deb http://deb.debian.org/debian stable main\n")
+    (etc / "resolv.conf").write_text(RESOLV_CONF)
 
 
 def _unreadable(directory: str, names: list[str]) -> set[str]:
