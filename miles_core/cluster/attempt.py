@@ -33,6 +33,8 @@ log = logging.getLogger("miles.attempt")
 
 T = TypeVar("T")
 
+STOP_LAG_S = 1.0
+
 
 class Interrupted(Exception):
     """The attempt was asked to stop; what was trained is saved."""
@@ -108,6 +110,8 @@ class Attempt:
         try:
             await self._steps(source)
         except Interrupted:
+            # A save needs the ranks alone; who asked to stop may have ended the services too.
+            self._fleet.stop()
             if self._unsaved is not None:
                 await self._save(self._unsaved)
             raise
@@ -332,6 +336,12 @@ class Attempt:
         self._journal.append("stage", name=name, state="ended", step=self.step, seconds=seconds)
         log.info("step %d: %s took %.1f s", self.step, name, seconds)
 
+    async def _asked_to_stop(self) -> bool:
+        """Whether a stop request came, or comes at once: it may reach the services first."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stop.wait(), STOP_LAG_S)
+        return self._stop.is_set()
+
     async def _guard(self, work: Coroutine[Any, Any, T], interruptible: bool = False) -> T:
         """Wait for `work` while the services live; raises ServiceError once one has ended.
 
@@ -347,7 +357,7 @@ class Attempt:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 return task.result()
-            if watch.done():
+            if watch.done() and not await self._asked_to_stop():
                 watch.result()
             raise Interrupted
         finally:

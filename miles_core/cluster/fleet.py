@@ -131,3 +131,4 @@ class Fleet:
         """End every service."""
         for service in [*self._sessions, *self._engines]:
             service.stop()
+        self._sessions, self._engines = [], []

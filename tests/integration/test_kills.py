@@ -53,3 +53,18 @@ def test_a_killed_part_costs_no_step(runs, victim):
     trained = [e for e in runs.events(name, "trial_ended") if e["kind"] != "no_verdict"]
     assert {e["step"] for e in trained} == {0, 1, 2}
     assert runs.left(name) == []
+
+
+def test_a_stop_saves_what_is_trained_and_a_resume_repeats_nothing(runs):
+    flags = ("--save-interval", "3")
+    process = runs.start("stopped", *flags)
+    started = lambda: [e for e in runs.events("stopped", "trial_started") if e["step"] == 1]  # noqa: E731
+    runs.wait(lambda: len(started()) >= 6 or process.poll() is not None)
+    os.kill(process.pid, signal.SIGTERM)
+    assert runs.finish(process) != 0
+    assert runs.status("stopped")["state"] == "cancelled"
+    assert runs.left("stopped") == []
+    assert [e["iteration"] for e in runs.events("stopped", "checkpoint_saved")] == [1]
+    assert runs.finish(runs.start("stopped", *flags)) == 0, runs.output("stopped")[-3000:]
+    assert [e["step"] for e in runs.events("stopped", "step_trained")] == [0, 1, 2]
+    assert runs.left("stopped") == []
