@@ -69,7 +69,10 @@ def register(subparsers: Any) -> None:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number, is {text!r}") from None
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be >= 1, is {value}")
     return value

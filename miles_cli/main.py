@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -73,7 +74,9 @@ def dispatch(argv: list[str]) -> int:
         kind = "flag" if first.startswith("-") else "command"
         raise UsageError(f"unknown {kind} {first}", f"{hint}See `miles --help`.")
     args = build_parser(first).parse(argv)
-    return int(args.run(args))
+    status = int(args.run(args))
+    sys.stdout.flush()  # a reader that has gone shows here, not while Python ends
+    return status
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -90,6 +93,13 @@ def main(argv: list[str] | None = None) -> int:
         # The reader of our output is gone: nothing more can be said to it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
+    except OSError as error:
+        if error.filename is None and error.errno != errno.ENOSPC:
+            raise  # no file of the person's: a fault of the program
+        where = f"{error.filename}: " if error.filename is not None else ""
+        fix = "Check that the path exists, is yours to read and write, and has room."
+        print_error(UserError(f"{where}{error.strerror}", fix))
+        return EXIT_USAGE
 
 
 if __name__ == "__main__":

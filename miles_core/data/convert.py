@@ -103,7 +103,7 @@ def convert(options: ConvertOptions) -> ConvertReport:
     Raises DataError that lists the bad rows (all are counted) unless they are to be skipped, and
     when nothing is left to write.
     """
-    check_output(options.output)
+    check_output(options.output, options.input)
     report = ConvertReport(str(options.output))
     with replacing(options.output) as out:
         if options.output.suffix == ".jsonl":

@@ -40,12 +40,14 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         os.close(directory)
 
 
-def check_output(path: Path) -> None:
-    """Raise DataError when rows cannot be written to `path`."""
+def check_output(path: Path, source: str) -> None:
+    """Raise DataError when rows cannot be written to `path` or would replace their `source`."""
     if path.suffix not in (".jsonl", ".parquet"):
         raise DataError(f"{path}: rows are written as .jsonl or .parquet", "change --output")
     if path.is_dir():
         raise DataError(f"{path}: is a folder", "give --output the name of a file")
+    if path.exists() and Path(source).exists() and path.samefile(source):
+        raise DataError(f"{path}: is the input itself", "give --output another name")
 
 
 def parquet_from_jsonl(rows: Path, out: IO[bytes]) -> None:

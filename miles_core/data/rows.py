@@ -16,6 +16,7 @@ PROMPT_KEYS = ("problem_statement", "instruction", "prompt")
 ID_KEYS = ("instance_id", "metadata.instance_id", "task_id", "id", "name")
 
 _ID_SEPARATOR = re.compile(r"::|/")
+_PATH_STEPS = frozenset({"", ".", ".."})  # an absolute or relative path names no task
 _MISSING = object()
 
 
@@ -132,8 +133,9 @@ def task_id(source: Any) -> str:
         raise BadRow(f"the id is {_kind(source)}, not text")
     if not source:
         raise BadRow("the id is empty")
-    name = source if valid_id(source) else _ID_SEPARATOR.split(source)[-1]
-    if not valid_id(name):
+    parts = [source] if valid_id(source) else _ID_SEPARATOR.split(source)
+    name = parts[-1]
+    if not valid_id(name) or not _PATH_STEPS.isdisjoint(parts):
         raise BadRow(
             f"the id {source[:80]!r} cannot name a task directory: letters, digits, '.', '_' and "
             f"'-' only, a letter or digit first, {MAX_ID_LENGTH} characters at most"

@@ -43,6 +43,27 @@ def test_convert_fails_whole_or_skips(source: Path, tmp_path: Path) -> None:
     assert row["metadata"]["agent_name"] == "oracle"
 
 
+def test_the_input_is_never_replaced(tmp_path: Path) -> None:
+    rows = tmp_path / "in.jsonl"
+    rows.write_text('{"id": "a", "prompt": "p"}\n')
+    (tmp_path / "link.jsonl").symlink_to(rows)
+    for output in (rows, tmp_path / "link.jsonl"):
+        wrong = miles("data", "convert", "--input", str(rows), "--output", str(output))
+        assert wrong.returncode == 2
+        assert "is the input itself" in wrong.stderr
+    assert rows.read_text() == '{"id": "a", "prompt": "p"}\n'
+
+
+def test_places_that_cannot_be_written(tmp_path: Path) -> None:
+    rows = tmp_path / "in.jsonl"
+    rows.write_text('{"id": "a", "prompt": "p"}\n')
+    for output in ("/proc/rows.jsonl", f"{rows}/rows.jsonl"):
+        wrong = miles("data", "convert", "--input", str(rows), "--output", output)
+        assert wrong.returncode == 2
+        assert "Traceback" not in wrong.stderr
+        assert wrong.stderr.startswith("miles: /")
+
+
 def test_unknown_dataset_fails_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nothing listens on this port
     wrong = miles("data", "convert", "--input", "data/missing", "--output", f"{tmp_path}/o.jsonl")

@@ -335,6 +335,12 @@ def test_task_id_is_safe_or_refused(source: str) -> None:
         assert "/" not in name and name not in (".", "..")
 
 
+@pytest.mark.parametrize("source", ["../../etc", "/etc/passwd", "./a", "a//b", "a::", "::a"])
+def test_a_path_is_no_task_id(source: str) -> None:
+    with pytest.raises(BadRow):
+        task_id(source)
+
+
 JSON = st.recursive(
     st.none()
     | st.booleans()
