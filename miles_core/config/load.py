@@ -235,7 +235,15 @@ def _normal_flags(flags: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
 
 
 def _unknown_env(environ: Mapping[str, str]) -> list[str]:
-    errors = []
+    """Variables that name no key, and those that name one without its section."""
+    flat = {}
+    for key in all_keys().values():
+        flat[f"{ENV_PREFIX}{key.name}".upper()] = key
+        flat[f"{ENV_PREFIX}{key.section}_{key.name}".upper()] = key
+    errors = [
+        f"environment: {name}: unknown key{_did_you_mean(flat[name].env)}"
+        for name in sorted(environ.keys() & flat.keys())
+    ]
     for name in sorted(filter(_is_setting, environ)):
         section, _, leaf = name[len(ENV_PREFIX) :].lower().partition("__")
         dotted = f"{section}.{leaf}"

@@ -115,6 +115,13 @@ def test_unknown_preset_key(preset: Path, old: str, new: str, place: str, meant:
     assert "miles config keys" in error.value.fix
 
 
+@pytest.mark.parametrize("name", ["MILES_NUM_ROLLOUT", "MILES_ROLLOUT_NUM_ROLLOUT"])
+def test_environment_without_its_section_is_reported(preset: Path, name: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(str(preset), {}, {name: "3"})
+    assert f"{name}: unknown key; did you mean MILES_ROLLOUT__NUM_ROLLOUT?" in error.value.message
+
+
 def test_unknown_environment_and_flag_are_reported_together(preset: Path) -> None:
     env = {"MILES_ROLOUT__NUM_ROLLOUT": "3", "MILES_SESSION_TOKEN": "secret", "HOME": "/"}
     with pytest.raises(ConfigError) as error:
