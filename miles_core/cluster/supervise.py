@@ -192,6 +192,9 @@ class Supervisor:
         except RunCancelled as cancel:
             if cluster is not None and job_ref:
                 self._stop_job(cluster, job_ref[0])
+            self._read_events()
+            if self.complete:  # the last step was done before the stop could end anything
+                return
             self._journal("run_ended", state="cancelled", detail=str(cancel))
             raise
         except TrainingStalled as stall:
