@@ -14,5 +14,6 @@ scripts/lint.sh
 echo "== tests in .venv"
 .venv/bin/python -m pytest -m "$trainer"
 echo "== tests in .venv-agent"
-.venv-agent/bin/python -m pytest -m "$agent" tests/agent_server
+.venv-agent/bin/python -m pytest -m "$agent" \
+    tests/agent_server tests/modelinit/test_modelinit_agent.py
 echo "All checks passed: lint, tests in .venv, tests in .venv-agent."
