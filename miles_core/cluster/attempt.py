@@ -134,7 +134,7 @@ class Attempt:
         )
         setup = self._trainers.setup(load or self.inputs.torch_dist, self.inputs.ref_torch_dist)
         _, engine_urls = await asyncio.gather(self._guard(setup), self._fleet.wait_engines())
-        self._fleet.record("ranks", {"pids": await self._trainers.pids()})
+        self._fleet.record("ranks", await self._trainers.processes())
         session_urls = await self._fleet.wait_sessions()
         self._engines = EngineClient(engine_urls)
         self._sessions = SessionClient(

@@ -84,6 +84,8 @@ class RayHead:
             "RAY_AUTH_TOKEN_PATH": str(self.token_path),
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S),
+            # Ray's default is 15: a trainer rank would starve beside any other work.
+            "RAY_worker_niceness": "0",
             # Idle workers that are started ahead cost seconds of CPU and are never needed.
             "RAY_enable_worker_prestart": "0",
             "RAY_prestart_worker_first_driver": "0",

@@ -20,11 +20,11 @@ class RankActor:
         self._world_size = world_size
         self._worker: Any = None
 
-    def pid(self) -> int:
-        """Process id, for the run's record of what it started."""
+    def process(self) -> tuple[int, int]:
+        """Process id and niceness, for the run's record of what it started."""
         import os
 
-        return os.getpid()
+        return os.getpid(), os.getpriority(os.PRIO_PROCESS, 0)
 
     def address(self) -> tuple[str, int]:
         """Host and free port where rank 0 will wait for the others."""
@@ -61,9 +61,10 @@ class TrainerGroup:
             actor.remote(config, rank, world_size) for rank in range(world_size)
         ]
 
-    async def pids(self) -> list[int]:
-        """Process ids of the ranks."""
-        return list(await asyncio.gather(*(rank.pid.remote() for rank in self._ranks)))
+    async def processes(self) -> dict[str, list[int]]:
+        """Process ids and niceness of the ranks, under `pids` and `nice`."""
+        answers = await asyncio.gather(*(rank.process.remote() for rank in self._ranks))
+        return {"pids": [pid for pid, _ in answers], "nice": [nice for _, nice in answers]}
 
     async def setup(self, load: str, ref_load: str | None) -> dict[str, Any]:
         """Start all ranks from a torch_dist directory; the answer of rank 0."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -92,3 +93,8 @@ def test_a_complete_run_started_again_trains_nothing(runs, whole):
     before = len(runs.events("whole", "step_trained"))
     assert runs.finish(runs.start("whole", *FLAGS, "--global-batch-size", "4")) == 0
     assert len(runs.events("whole", "step_trained")) == before
+
+
+def test_the_ranks_ran_with_the_priority_of_everything_else(whole):
+    ranks = json.loads((whole / "attempts" / "001" / "services" / "ranks.json").read_text())
+    assert ranks["nice"] == [os.getpriority(os.PRIO_PROCESS, 0)]
