@@ -20,7 +20,6 @@ from harbor.models.agent.context import AgentContext
 
 from miles_core.agent_server.protocol import TrialRequest
 from miles_core.agent_server.sandbox.environment import BubblewrapEnvironment
-from miles_core.agent_server.sandbox.system import AGENT_CODE, AGENT_PACKAGES, agent_python
 from miles_core.verdicts import Cause
 
 MINI = "mini-swe-agent"
@@ -176,11 +175,7 @@ class MiniSweAgent(BaseAgent):
         if not isinstance(environment, BubblewrapEnvironment):
             raise AgentFailed(Cause.AGENT_SETUP_FAILED, "this agent needs a bubblewrap sandbox")
         job = self._job
-        done = await environment.run(
-            [agent_python(), "-I", "-S", f"{AGENT_CODE}/run_agent.py", AGENT_PACKAGES],
-            stdin=json.dumps(mini_job(job, instruction)).encode(),
-            on_line=job.on_line,
-        )
+        done = await environment.run_agent(mini_job(job, instruction), job.on_line)
         context.n_input_tokens = job.input_tokens
         context.n_output_tokens = job.output_tokens
         error = done.err.decode(errors="replace").strip()[-400:]

@@ -214,8 +214,13 @@ async def _serve(
     import uvicorn
 
     from miles_core.agent_server.app import make_app, make_dashboard
+    from miles_core.agent_server.sandbox.errors import SandboxError
     from miles_core.agent_server.trials import TrialManager, write_file
 
+    try:
+        await runner.open()
+    except SandboxError as error:
+        raise StartError(str(error)) from error
     manager = TrialManager(runner, settings.trials_dir, settings.max_concurrent)
     lost = manager.open()
     if lost:
@@ -251,6 +256,7 @@ async def _serve(
     for server in servers:
         server.should_exit = True
     await asyncio.gather(*serving)
+    runner.close()
 
 
 def _server(uvicorn: Any, app: Any) -> Any:

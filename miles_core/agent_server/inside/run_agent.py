@@ -1,17 +1,14 @@
-"""Runs mini-swe-agent's default agent inside a sandbox.
+"""Runs mini-swe-agent's default agent, in a process that `fork_agents` put into a sandbox.
 
-    python -I -S run_agent.py PACKAGES < job.json
-
-The job is a JSON object on standard input, so that nothing of it is in a command line: `task`,
-`base_url`, `agent`, `model` and `environment` settings, `output_path`. Each model answer and the
-end are one JSON line on standard output.
+Each model answer and the end are one JSON line on standard output.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
+import logging
 import os
-import sys
 import traceback
 from typing import Any
 
@@ -19,6 +16,12 @@ SETTINGS = {
     "MSWEA_SILENT_STARTUP": "1",
     "MSWEA_GLOBAL_CONFIG_DIR": "/tmp/.mini-swe-agent",
 }
+MODULES = (
+    "minisweagent.agents.default",
+    "minisweagent.environments.local",
+    "plain_model",
+    "encodings.idna",  # http.client takes it at its first request
+)
 EXIT_ENDPOINT = 3
 
 
@@ -26,20 +29,21 @@ def report(event: dict[str, Any]) -> None:
     print(json.dumps(event), flush=True)
 
 
-def main() -> int:
-    sys.path[:0] = [os.path.dirname(os.path.abspath(__file__)), sys.argv[1]]
+def load() -> None:
+    """Import all that an agent needs, before there is one."""
     os.environ.update(SETTINGS)
-    import logging
+    for name in MODULES:
+        importlib.import_module(name)
+    logging.getLogger("minisweagent").setLevel(logging.ERROR)
 
+
+def run(job: dict[str, Any]) -> int:
+    """Run the agent of a job (`task`, `base_url`, `agent`, `model`, `environment`,
+    `output_path`); the exit status."""
     from minisweagent.agents.default import DefaultAgent
     from minisweagent.environments.local import LocalEnvironment
     from plain_model import ModelEndpointError, PlainModel
 
-    for name in SETTINGS:  # the agent's commands do not need them
-        del os.environ[name]
-    logging.getLogger("minisweagent").setLevel(logging.ERROR)
-    job = json.load(sys.stdin)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
     model = PlainModel(job["base_url"], report, **job["model"])
     agent = DefaultAgent(
         model,
@@ -58,7 +62,3 @@ def main() -> int:
         return 1
     report({"event": "end", "exit_status": end.get("exit_status", ""), "cause": model.limit})
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

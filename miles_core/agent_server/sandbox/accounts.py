@@ -12,12 +12,12 @@ READ = ["sh", "-c", "cat /etc/passwd; echo; cat /etc/group"]
 
 @dataclass(frozen=True)
 class Account:
-    """A user to run commands as; `named` when /etc/passwd has it, with its groups."""
+    """A user to run commands as; `groups` are the further ones of a user of /etc/passwd."""
 
     uid: int
     gid: int
     home: str
-    named: bool = True
+    groups: tuple[int, ...] = ()
 
 
 ROOT = Account(0, 0, "/root")
@@ -39,15 +39,21 @@ def find(user: str | int, listed: str) -> Account:
     account = None
     for fields in _fields(passwd, 6):
         if name in (fields[0], fields[2]) and fields[2].isdigit() and fields[3].isdigit():
-            account = Account(int(fields[2]), int(fields[3]), fields[5] or "/")
+            of_user = tuple(_groups_of(fields[0], groups))
+            account = Account(int(fields[2]), int(fields[3]), fields[5] or "/", of_user)
             break
     if account is None:
         if not name.isdigit():
             raise SandboxError(f"user {name!r} does not exist in the sandbox")
-        account = Account(int(name), 0, "/", named=False)
+        account = Account(int(name), 0, "/")
     if not group:
         return account
-    return Account(account.uid, _group(group, groups), account.home, named=False)
+    return Account(account.uid, _group(group, groups), account.home)
+
+
+def _groups_of(user: str, groups: str) -> list[int]:
+    rows = [fields for fields in _fields(groups, 4) if user in fields[3].split(",")]
+    return [int(fields[2]) for fields in rows if fields[2].isdigit()]
 
 
 def _group(group: str, groups: str) -> int:

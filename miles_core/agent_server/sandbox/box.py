@@ -19,34 +19,34 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from miles_core.agent_server.sandbox import cgroups, processes
 from miles_core.agent_server.sandbox.accounts import ROOT, Account
 from miles_core.agent_server.sandbox.errors import SandboxError
+from miles_core.agent_server.sandbox.forks import AgentForks
 from miles_core.agent_server.sandbox.lookups import ADDRESS, Lookups
 from miles_core.agent_server.sandbox.relay import Relay, listen_inside, socket_inside
+from miles_core.agent_server.sandbox.streams import OUTPUT_LIMIT, Completed, Streams, pipes
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 NSENTER = shutil.which("nsenter") or "nsenter"
 SETPRIV = shutil.which("setpriv") or "setpriv"
 STAGE = "/mnt"
-OUTPUT_LIMIT = 4 << 20
-"""Bytes that are kept of each output stream of a command."""
-DRAIN_S = 1.0
-"""How long the output of a command that has ended is read on: a daemon may hold the pipe."""
 
-CAPABILITIES = [
-    "CHOWN",
-    "DAC_OVERRIDE",
-    "FOWNER",
-    "FSETID",
-    "KILL",
-    "SETGID",
-    "SETUID",
-    "NET_BIND_SERVICE",
-    "SYS_CHROOT",
-    "SETFCAP",
-]
+CAPABILITIES = {
+    "CHOWN": 0,
+    "DAC_OVERRIDE": 1,
+    "FOWNER": 3,
+    "FSETID": 4,
+    "KILL": 5,
+    "SETGID": 6,
+    "SETUID": 7,
+    "NET_BIND_SERVICE": 10,
+    "SYS_CHROOT": 18,
+    "SETFCAP": 31,
+}
+"""What root of a sandbox may do inside it, with the kernel's numbers (linux/capability.h)."""
 
 PROC_READ_ONLY = ("/proc/sys", "/proc/sysrq-trigger", "/proc/irq", "/proc/bus", "/proc/fs")
 """Kernel settings that user 0 may write by ownership alone; bubblewrap 0.8 leaves some open."""
@@ -54,15 +54,6 @@ PROC_READ_ONLY = ("/proc/sys", "/proc/sysrq-trigger", "/proc/irq", "/proc/bus", 
 
 INIT = "echo ready; while :; do sleep 1000000; done"
 """Process 1 of a sandbox: it reaps orphans, and no signal from inside ends it."""
-
-
-@dataclass
-class Completed:
-    """A command that has ended; 124 is the code of one that ran out of time."""
-
-    code: int
-    out: bytes = b""
-    err: bytes = b""
 
 
 @dataclass
@@ -198,13 +189,11 @@ exec {shlex.join(bwrap)}
         stdin: bytes | None = None,
         timeout_s: float | None = None,
         limit: int = OUTPUT_LIMIT,
-        on_line: Callable[[bytes], None] | None = None,
     ) -> Completed:
         """Run a command and wait for it.
 
         When the time is up, or this call is cancelled, the command ends with all its descendants.
         A process that it had put into the background before, as a child of init, lives on.
-        `on_line` is given each line of the standard output as it comes.
         """
         if not self.alive:
             raise SandboxError("the sandbox is gone")
@@ -220,13 +209,48 @@ exec {shlex.join(bwrap)}
         )
         try:
             async with asyncio.timeout(timeout_s):
-                return await _communicate(process, stdin, limit, on_line)
+                assert process.stdout and process.stderr
+                streams = Streams(process.stdin, process.stdout, process.stderr)
+                return await streams.communicate(process.wait(), stdin, limit)
         except TimeoutError:
             return Completed(124, err=f"ended after {timeout_s} s".encode())
         finally:
             if process.returncode is None:
                 processes.end_tree(process.pid)
                 await process.wait()
+
+    async def run_agent(
+        self,
+        forks: AgentForks,
+        job: dict[str, Any],
+        *,
+        env: dict[str, str],
+        cwd: str,
+        user: Account,
+        on_line: Callable[[bytes], None],
+    ) -> Completed:
+        """Run the agent of a job, forked into this sandbox, and wait for it.
+
+        `on_line` is given each line of the standard output as it comes. When this call is
+        cancelled, the agent ends with all its descendants, as in `run`.
+        """
+        if self._pid is None or not self.alive:
+            raise SandboxError("the sandbox is gone")
+        process = {
+            "env": {"PATH": PATH, "LANG": "C.UTF-8", **env},
+            "cwd": cwd,
+            "uid": user.uid,
+            "gid": user.gid,
+            "groups": user.groups,
+            "capabilities": sum(1 << CAPABILITIES[name] for name in CAPABILITIES),
+        }
+        order = json.dumps({"process": process, "job": job}).encode()
+        async with pipes() as (streams, standard):
+            fork = await forks.fork(self._pid, standard, self._cgroups)
+            try:
+                return await streams.communicate(fork.ended, order, OUTPUT_LIMIT, on_line)
+            finally:
+                fork.end()
 
     def _enter(self, user: Account) -> list[str]:
         """The words before a command; absolute, since the PATH is the task's."""
@@ -235,7 +259,8 @@ exec {shlex.join(bwrap)}
         words += [SETPRIV, "--no-new-privs", f"--bounding-set={bounding}", "--inh-caps=-all"]
         if user != ROOT:
             words += ["--reuid", str(user.uid), "--regid", str(user.gid)]
-            words.append("--init-groups" if user.named else "--clear-groups")
+            groups = ",".join(map(str, user.groups))
+            words.append(f"--groups={groups}" if groups else "--clear-groups")
         return words
 
     def kill(self) -> None:
@@ -259,52 +284,3 @@ exec {shlex.join(bwrap)}
             await self._holder.wait()
         for directory in self._cgroups:
             await asyncio.to_thread(cgroups.remove, directory)
-
-
-async def _communicate(
-    process: asyncio.subprocess.Process,
-    stdin: bytes | None,
-    limit: int,
-    on_line: Callable[[bytes], None] | None,
-) -> Completed:
-    assert process.stdout and process.stderr
-
-    async def feed() -> None:
-        if stdin is None or process.stdin is None:
-            return
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            process.stdin.write(stdin)
-            await process.stdin.drain()
-        process.stdin.close()
-
-    readers = [
-        asyncio.ensure_future(_read(process.stdout, out := bytearray(), limit, on_line)),
-        asyncio.ensure_future(_read(process.stderr, err := bytearray(), limit, None)),
-    ]
-    try:
-        await feed()
-        code = await process.wait()
-        await asyncio.wait(readers, timeout=DRAIN_S)
-        return Completed(code, bytes(out), bytes(err))
-    finally:
-        for reader in readers:
-            reader.cancel()
-        await asyncio.gather(*readers, return_exceptions=True)
-
-
-async def _read(
-    stream: asyncio.StreamReader,
-    kept: bytearray,
-    limit: int,
-    on_line: Callable[[bytes], None] | None,
-) -> None:
-    """Read to the end; keep the first `limit` bytes and drop the rest."""
-    line = b""
-    while chunk := await stream.read(65536):
-        if len(kept) < limit:
-            kept += chunk[: limit - len(kept)]
-        if on_line is not None:
-            *lines, line = (line + chunk).split(b"\n")
-            for whole in lines:
-                on_line(whole)
-            line = line[:limit]

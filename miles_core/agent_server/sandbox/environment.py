@@ -8,6 +8,7 @@ import os
 import shlex
 import tarfile
 import tempfile
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any, override
 
@@ -25,6 +26,7 @@ from miles_core.agent_server.sandbox.box import Box, BoxSettings, Completed
 from miles_core.agent_server.sandbox.build import ImageState, build
 from miles_core.agent_server.sandbox.cgroups import CgroupTree, Limits
 from miles_core.agent_server.sandbox.errors import SandboxError, SandboxUnsupported
+from miles_core.agent_server.sandbox.forks import AgentForks
 
 DEFAULT_MEMORY_MB = 4096
 DEFAULT_DISK_MB = 2048
@@ -163,6 +165,18 @@ class BubblewrapEnvironment(BaseEnvironment):
             **options,
         )
 
+    async def run_agent(self, job: dict[str, Any], on_line: Callable[[bytes], None]) -> Completed:
+        """Run the agent that this host has loaded, as the user of the phase."""
+        account = await self._account(self._resolve_user(None))
+        return await self.box.run_agent(
+            self._host.forks,
+            job,
+            env={"HOME": account.home, **self.image.env, **(self._merge_env(None) or {})},
+            cwd=self.image.workdir,
+            user=account,
+            on_line=on_line,
+        )
+
     async def _account(self, user: str | int | None) -> accounts.Account:
         if accounts.is_root(user) or user is None:
             return accounts.ROOT
@@ -249,12 +263,14 @@ class SandboxHost:
         tree: CgroupTree,
         binds: list[tuple[str, str]],
         relays: list[tuple[int, str, int]],
+        forks: AgentForks,
     ) -> None:
         self.trial_id = trial_id
         self.base = base
         self.tree = tree
         self.binds = binds
         self.relays = relays
+        self.forks = forks
         self.environments: list[BubblewrapEnvironment] = []
         self.phase = Phase.ENVIRONMENT
         self.names: dict[Phase, list[str]] = {}

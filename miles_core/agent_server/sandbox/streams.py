@@ -1,0 +1,111 @@
+"""The standard streams of a program in a sandbox, and what it wrote when it has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+
+OUTPUT_LIMIT = 4 << 20
+"""Bytes that are kept of each output stream of a command."""
+DRAIN_S = 1.0
+"""How long the output of a command that has ended is read on: a daemon may hold the pipe."""
+
+
+@dataclass
+class Completed:
+    """A command that has ended; 124 is the code of one that ran out of time."""
+
+    code: int
+    out: bytes = b""
+    err: bytes = b""
+
+
+@dataclass
+class Streams:
+    """Our ends of the streams of one program."""
+
+    stdin: asyncio.StreamWriter | None
+    stdout: asyncio.StreamReader
+    stderr: asyncio.StreamReader
+
+    async def communicate(
+        self,
+        ended: Awaitable[int],
+        data: bytes | None,
+        limit: int = OUTPUT_LIMIT,
+        on_line: Callable[[bytes], None] | None = None,
+    ) -> Completed:
+        """Write `data`, read what comes, and wait for `ended`, which gives the exit status."""
+        readers = [
+            asyncio.ensure_future(_read(self.stdout, out := bytearray(), limit, on_line)),
+            asyncio.ensure_future(_read(self.stderr, err := bytearray(), limit, None)),
+        ]
+        try:
+            await self._feed(data)
+            code = await ended
+            await asyncio.wait(readers, timeout=DRAIN_S)
+            return Completed(code, bytes(out), bytes(err))
+        finally:
+            for reader in readers:
+                reader.cancel()
+            await asyncio.gather(*readers, return_exceptions=True)
+
+    async def _feed(self, data: bytes | None) -> None:
+        if data is None or self.stdin is None:
+            return
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.stdin.write(data)
+            await self.stdin.drain()
+        self.stdin.close()
+
+
+@contextlib.asynccontextmanager
+async def pipes() -> AsyncIterator[tuple[Streams, list[int]]]:
+    """Streams, and the descriptors of a program's ends of them, which the caller closes."""
+    loop = asyncio.get_running_loop()
+    stdin, stdin_ours = os.pipe()
+    stdout_ours, stdout = os.pipe()
+    stderr_ours, stderr = os.pipe()
+    transports: list[asyncio.BaseTransport] = []
+
+    async def reader(descriptor: int) -> asyncio.StreamReader:
+        stream = asyncio.StreamReader()
+        transport, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(descriptor, "rb", 0)
+        )
+        transports.append(transport)
+        return stream
+
+    transport, protocol = await loop.connect_write_pipe(
+        lambda: asyncio.StreamReaderProtocol(asyncio.StreamReader()),
+        os.fdopen(stdin_ours, "wb", 0),
+    )
+    transports.append(transport)
+    writer = asyncio.StreamWriter(transport, protocol, None, loop)
+    streams = Streams(writer, await reader(stdout_ours), await reader(stderr_ours))
+    try:
+        yield streams, [stdin, stdout, stderr]
+    finally:
+        for each in transports:
+            each.close()
+
+
+async def _read(
+    stream: asyncio.StreamReader,
+    kept: bytearray,
+    limit: int,
+    on_line: Callable[[bytes], None] | None,
+) -> None:
+    """Read to the end; keep the first `limit` bytes and drop the rest."""
+    line = b""
+    while chunk := await stream.read(65536):
+        if len(kept) < limit:
+            kept += chunk[: limit - len(kept)]
+        if on_line is not None:
+            *lines, line = (line + chunk).split(b"\n")
+            for whole in lines:
+                on_line(whole)
+            line = line[:limit]

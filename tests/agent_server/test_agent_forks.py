@@ -1,0 +1,158 @@
+"""The agent as a fork of a process outside: as confined as what is started inside."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("harbor")
+from agent_scripted_model import DONE, ScriptedModel, bash  # noqa: E402
+from agent_server_helpers import TOML, Server, make_task  # noqa: E402
+
+from miles_core.verdicts import Cause, VerdictKind  # noqa: E402
+
+pytestmark = pytest.mark.agent_env
+
+MINI = "mini-swe-agent"
+AGENT = "$PPID"
+"""The pid of the agent, to the shell of one of its commands."""
+
+
+def outputs(server: Server, commands: list[str], task: str = "answer") -> list[str]:
+    model = ScriptedModel([*[bash(command) for command in commands], bash(DONE)])
+    try:
+        result = server.run(task, MINI, base_url=model.url)
+    finally:
+        model.close()
+    assert result.agent_metrics.turns == len(commands) + 1, result.verdict
+    return [m["content"] for m in model.requests[-1]["messages"] if m["role"] == "tool"]
+
+
+def forker(server: Server) -> int | None:
+    """The process of a server that has the agent loaded."""
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            stat = (entry / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if any(word.endswith(b"fork_agents.py") for word in words) and words[0] != b"bwrap":
+            parent = Path(f"/proc/{stat[1]}/stat")
+            if parent.exists() and int(parent.read_text().rpartition(")")[2].split()[1]) == (
+                server.pid
+            ):
+                return int(entry.name)
+    return None
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[Server]:
+    make_task(tmp_path / "tasks", "answer")
+    made = Server(tmp_path, tmp_path / "tasks", "--max-concurrent", "2")
+    yield made
+    if made.process is not None and made.process.poll() is None:
+        made.stop()
+
+
+def test_the_agent_is_confined_like_its_commands(server: Server) -> None:
+    names = "^(Uid|Gid|CapInh|CapPrm|CapEff|CapBnd|CapAmb|NoNewPrivs)"
+    words, agent, command, spaces, cgroup = outputs(
+        server,
+        [
+            f"cat /proc/{AGENT}/cmdline",
+            f"grep -E '{names}' /proc/{AGENT}/status",
+            f"grep -E '{names}' /proc/self/status",
+            "for n in user mnt pid net ipc uts; do "
+            "[ $(readlink /proc/self/ns/$n) = $(readlink /proc/1/ns/$n) ] && echo same; done",
+            f"diff /proc/{AGENT}/cgroup /proc/self/cgroup && echo same",
+        ],
+    )
+    assert "fork_agents.py" in words
+    assert "NoNewPrivs:\t1" in agent and "CapAmb:\t0000000000000000" in agent
+    assert agent == command
+    assert spaces.split().count("same") == 6
+    assert "same" in cgroup
+
+
+def test_commands_cannot_reach_the_host_through_the_agent(server: Server) -> None:
+    """Its executable, memory, environment and descriptors are the host's or the agent's own.
+
+    `readlink` is refused as well, but says nothing.
+    """
+    tried = outputs(
+        server,
+        [
+            f"readlink /proc/{AGENT}/exe && echo reached",
+            f"cat /proc/{AGENT}/environ && echo reached",
+            f"cat /proc/{AGENT}/maps && echo reached",
+            f"dd if=/proc/{AGENT}/mem bs=1 count=1 && echo reached",
+            f"cat /proc/{AGENT}/fd/0 && echo reached",
+            f"ls /proc/{AGENT}/root/ && echo reached",
+            f"ls /proc/{AGENT}/cwd/ && echo reached",
+        ],
+    )
+    assert not [seen for seen in tried if "reached" in seen]
+    assert sum("Permission denied" in seen for seen in tried) == len(tried) - 1, tried
+
+
+def test_the_agent_runs_as_the_user_of_the_task(server: Server, tasks: Path) -> None:
+    toml = TOML.replace("[agent]\n", '[agent]\nuser = "daemon"\n')
+    dockerfile = "FROM debian:12\nRUN usermod -a -G tape,audio daemon\nENV PLACE=here\nWORKDIR /app"
+    make_task(tasks, "as-daemon", toml=toml, dockerfile=dockerfile)
+    ids, agent, env = outputs(
+        server,
+        [
+            "id -u; id -g; id -Gn | tr ' ' '\\n' | sort | tr '\\n' ' '",
+            f"grep -E '^(CapEff|CapPrm)' /proc/{AGENT}/status",
+            "echo $PLACE $HOME $PWD; env | cut -d= -f1 | sort | tr '\\n' ' '",
+        ],
+        "as-daemon",
+    )
+    assert ids.split()[-5:] and {"audio", "daemon", "tape"} <= set(ids.split()), ids
+    assert agent.count("0000000000000000") == 2, agent
+    assert "here /usr/sbin /app" in env and "MSWEA" not in env and "PYTHON" not in env, env
+
+
+def test_loaded_code_that_ends_is_loaded_again(own: Server) -> None:
+    """The trial that it was at has no verdict, and says why; the next one runs."""
+    first = forker(own)
+    assert first is not None
+    model = ScriptedModel([bash("sleep 60"), bash(DONE)])
+    results = []
+    running = threading.Thread(
+        target=lambda: results.append(own.run("answer", MINI, base_url=model.url))
+    )
+    running.start()
+    end = time.monotonic() + 30
+    while not model.requests and time.monotonic() < end:
+        time.sleep(0.05)
+    os.kill(first, signal.SIGKILL)
+    running.join(40)
+    model.close()
+    assert results[0].verdict.kind is VerdictKind.NO_VERDICT
+    assert results[0].verdict.cause is Cause.SANDBOX_FAILED, results[0].verdict
+    again = ScriptedModel([bash("echo 42 > answer.txt"), bash(DONE)])
+    try:
+        assert own.run("answer", MINI, base_url=again.url).reward == 1.0
+    finally:
+        again.close()
+    assert forker(own) not in (None, first)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_stays_when_the_server_ends(own: Server, number: int) -> None:
+    loaded = forker(own)
+    assert loaded is not None
+    own.stop(number)
+    end = time.monotonic() + 20
+    while Path(f"/proc/{loaded}").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{loaded}").exists()
