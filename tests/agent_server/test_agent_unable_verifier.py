@@ -143,7 +143,8 @@ def test_users_and_the_path_of_an_image(server: Server, tasks: Path) -> None:
 
 
 def test_account_of_a_name_that_is_not_there() -> None:
-    listed = "root:x:0:0:root:/root:/bin/sh\ndev:x:7:8::/home/dev:\n\nroot:x:0:\nstaff:x:50:ann\naudio:x:29:ann,dev\n"
+    users = "root:x:0:0:root:/root:/bin/sh\ndev:x:7:8::/home/dev:\n"
+    listed = f"{users}\nroot:x:0:\nstaff:x:50:ann\naudio:x:29:ann,dev\n"
     assert accounts.find("dev", listed) == accounts.Account(7, 8, "/home/dev", (29,))
     assert accounts.find("dev:staff", listed) == accounts.Account(7, 50, "/home/dev")
     for user in ("ghost", "dev:ghosts"):
