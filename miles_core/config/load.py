@@ -38,6 +38,14 @@ from miles_core.config.presets import ConfigError, Preset, read_preset
 from miles_core.config.schema import MilesConfig
 
 PRESET_ENV = "MILES_PRESET"
+OTHER_ENV = (
+    PRESET_ENV,
+    "MILES_HOME",  # of prefect.yaml
+    "MILES_SESSION_TOKEN",
+    "MILES_NODE_EXTERNAL_IP",
+    "MILES_CLUSTER_ID",  # marks the processes of a local cluster
+)
+"""The variables with our prefix that are no keys of the configuration."""
 
 
 class _Raw(BaseSettings):
@@ -235,24 +243,27 @@ def _normal_flags(flags: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
 
 
 def _unknown_env(environ: Mapping[str, str]) -> list[str]:
-    """Variables that name no key, and those that name one without its section."""
-    flat = {}
-    for key in all_keys().values():
-        flat[f"{ENV_PREFIX}{key.name}".upper()] = key
-        flat[f"{ENV_PREFIX}{key.section}_{key.name}".upper()] = key
-    errors = [
-        f"environment: {name}: unknown key{_did_you_mean(flat[name].env)}"
-        for name in sorted(environ.keys() & flat.keys())
+    """Variables with our prefix that are neither a key nor one of the others."""
+    keys = {key.env for key in all_keys().values()}
+    return [
+        f"environment: {name}: unknown key{_did_you_mean(_meant_env(name))}"
+        for name in sorted(environ)
+        if name.upper().startswith(ENV_PREFIX)
+        and name.upper() not in keys
+        and name not in OTHER_ENV
     ]
-    for name in sorted(filter(_is_setting, environ)):
-        section, _, leaf = name[len(ENV_PREFIX) :].lower().partition("__")
-        dotted = f"{section}.{leaf}"
-        if dotted not in all_keys():
-            hint = nearest_key(dotted)
-            errors.append(
-                f"environment: {name}: unknown key{_did_you_mean(hint.env if hint else None)}"
-            )
-    return errors
+
+
+def _meant_env(name: str) -> str | None:
+    """The variable that was probably meant: with its section, or spelled right."""
+    plain = name[len(ENV_PREFIX) :].lower()
+    for key in all_keys().values():
+        if plain in (key.name, f"{key.section}_{key.name}"):
+            return key.env
+    if other := nearest(name.upper(), OTHER_ENV):
+        return other
+    hint = nearest_key(plain.replace("__", "."))
+    return hint.env if hint else None
 
 
 def _unknown_preset_keys(preset: Preset) -> list[str]:

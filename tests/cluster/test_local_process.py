@@ -79,13 +79,13 @@ def test_a_bound_child_dies_with_a_killed_parent_and_a_free_one_does_not() -> No
 
 
 def test_processes_are_found_by_the_mark_in_their_environment() -> None:
-    child = subprocess.Popen(SLEEP, env={**os.environ, "MILES_TEST_MARK": "one-1"})
+    child = subprocess.Popen(SLEEP, env={**os.environ, "TEST_MARK_OF_MILES": "one-1"})
     try:
         deadline = time.monotonic() + 20
-        while not procs.marked("MILES_TEST_MARK", "one-1") and time.monotonic() < deadline:
+        while not procs.marked("TEST_MARK_OF_MILES", "one-1") and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert [p.pid for p in procs.marked("MILES_TEST_MARK", "one-1")] == [child.pid]
-        assert procs.marked("MILES_TEST_MARK", "one") == []
+        assert [p.pid for p in procs.marked("TEST_MARK_OF_MILES", "one-1")] == [child.pid]
+        assert procs.marked("TEST_MARK_OF_MILES", "one") == []
     finally:
         child.kill()
         child.wait()

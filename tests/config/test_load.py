@@ -122,6 +122,24 @@ def test_environment_without_its_section_is_reported(preset: Path, name: str) ->
     assert f"{name}: unknown key; did you mean MILES_ROLLOUT__NUM_ROLLOUT?" in error.value.message
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("MILES_BOGUS", None),
+        ("MILES_PRESETT", "MILES_PRESET"),
+        ("miles_preset", "MILES_PRESET"),
+        ("MILES_NUM_ROLOUT", "MILES_ROLLOUT__NUM_ROLLOUT"),
+        ("MILES_ROLLOUT__", None),
+    ],
+)
+def test_no_variable_of_ours_is_ignored(preset: Path, name: str, meant: str | None) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(str(preset), {}, {name: "3"})
+    assert f"environment: {name}: unknown key" in error.value.message
+    if meant:
+        assert f"did you mean {meant}?" in error.value.message
+
+
 def test_unknown_environment_and_flag_are_reported_together(preset: Path) -> None:
     env = {"MILES_ROLOUT__NUM_ROLLOUT": "3", "MILES_SESSION_TOKEN": "secret", "HOME": "/"}
     with pytest.raises(ConfigError) as error:

@@ -1,4 +1,4 @@
-"""SGLang's routes, against the embedded engine or the server in MILES_ENGINE_URL."""
+"""SGLang's routes, against the embedded engine or the server in ENGINE_URL_TO_TEST."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROMPT = [72, 101, 108, 108, 111]
 
 @pytest.fixture(scope="module")
 def url(request: pytest.FixtureRequest) -> str:
-    given = os.environ.get("MILES_ENGINE_URL")
+    given = os.environ.get("ENGINE_URL_TO_TEST")
     return given.rstrip("/") if given else request.getfixturevalue("shared_server").url
 
 

@@ -38,7 +38,7 @@ class Person:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**env, "MILES_TEST_MARK": self.mark, "HOME": str(self.runs)},
+            env={**env, "TEST_MARK_OF_MILES": self.mark, "HOME": str(self.runs)},
             cwd=ROOT,
         )
         self.children.append(child)
@@ -51,7 +51,7 @@ class Person:
         )
 
     def left(self) -> list[procs.Process]:
-        return procs.marked("MILES_TEST_MARK", self.mark)
+        return procs.marked("TEST_MARK_OF_MILES", self.mark)
 
 
 @pytest.fixture
