@@ -25,6 +25,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True, None),
 }
 
+# As in SGLang; logits divided by less could overflow.
+GREEDY_BELOW = 1e-6
+
 
 class RequestError(ValueError):
     """A request that cannot be served as asked; answered with status 400."""
@@ -57,6 +60,11 @@ def _number(name: str, value: Any, low: float, high: float, whole: bool = False)
     return value
 
 
+def _temperature(name: str, value: Any) -> float:
+    value = float(_number(name, value, 0, 1e6))
+    return value if value >= GREEDY_BELOW else 0.0
+
+
 def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise RequestError(f"sampling_params.{name} must be true or false, not {value!r}")
@@ -78,7 +86,7 @@ def _ids(name: str, value: Any) -> frozenset[int]:
 
 _PARSERS: dict[str, Any] = {
     "max_new_tokens": lambda n, v: _number(n, v, 0, 2**31, whole=True),
-    "temperature": lambda n, v: float(_number(n, v, 0, 1e6)),
+    "temperature": _temperature,
     "top_p": lambda n, v: float(_number(n, v, 1e-9, 1)),
     "top_k": lambda n, v: _number(n, v, -1, 2**31, whole=True),
     "min_p": lambda n, v: float(_number(n, v, 0, 1)),
@@ -114,10 +122,10 @@ def parse_sampling(raw: Any) -> SamplingParams:
 
 
 class Sampler:
-    """Draws tokens by the Gumbel-max trick: argmax(log p + g) has distribution p.
+    """Draws tokens by inversion: the first whose cumulative probability exceeds a uniform number.
 
-    A row with a `sampling_seed` takes its noise from that seed and the position alone, so that it
-    does not depend on what else is in the batch.
+    A row with a `sampling_seed` takes its number from that seed and the position alone, so that
+    it does not depend on what else is in the batch.
     """
 
     def __init__(self, seed: int) -> None:
@@ -136,30 +144,44 @@ class Sampler:
         if any(t != 1.0 for t in temperatures):
             logits = logits / torch.tensor(temperatures).unsqueeze(1)
         logprobs = torch.log_softmax(logits, -1)
-        scores = logprobs
-        drawn = [i for i, p in enumerate(params) if p.temperature > 0]
-        if drawn:
-            scores = self._noise(logprobs.shape, params, positions).add_(logprobs)
-            for i, p in enumerate(params):
-                if p.temperature == 0:
-                    scores[i] = logprobs[i]
-                elif p.top_p < 1 or p.top_k > 0 or p.min_p > 0:
-                    scores[i].masked_fill_(~_allowed(logprobs[i], p), float("-inf"))
-        tokens = scores.argmax(-1)
-        chosen = logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
-        return tokens.tolist(), chosen.tolist()
+        if all(p.temperature == 0 for p in params):
+            tokens = logprobs.argmax(-1, keepdim=True)
+        else:
+            tokens = self._invert(logprobs, params, positions)
+        return tokens.squeeze(1).tolist(), logprobs.gather(1, tokens).squeeze(1).tolist()
 
-    def _noise(
-        self, size: torch.Size, params: list[SamplingParams], positions: list[int]
+    def _invert(
+        self, logprobs: torch.Tensor, params: list[SamplingParams], positions: list[int]
     ) -> torch.Tensor:
-        uniform = torch.rand(size, generator=self.generator)
+        """Drawn tokens [rows, 1]."""
+        probs = logprobs.exp()
+        for i, p in enumerate(params):
+            if p.temperature == 0:
+                likeliest = logprobs[i].argmax()
+                probs[i] = 0
+                probs[i, likeliest] = 1
+            elif p.top_p < 1 or p.top_k > 0 or p.min_p > 0:
+                probs[i].masked_fill_(~_allowed(logprobs[i], p), 0)
+        # In float64 a vocabulary of any size adds up to far below the resolution of a float32.
+        cumulative = probs.cumsum(-1, dtype=torch.float64)
+        total = cumulative[:, -1:]
+        wanted = self._uniform(params, positions) * total
+        # A number that was rounded up to the total would fall behind the last token.
+        wanted = torch.minimum(wanted, torch.nextafter(total, torch.zeros_like(total)))
+        tokens = torch.searchsorted(cumulative, wanted, right=True)
+        # Logits that are not a number have no such token; their log-probability tells.
+        return tokens.clamp_(max=logprobs.shape[1] - 1)
+
+    def _uniform(self, params: list[SamplingParams], positions: list[int]) -> torch.Tensor:
+        """A number from [0, 1) for each row, [rows, 1] in float64."""
+        uniform = torch.rand(len(params), 1, generator=self.generator, dtype=torch.float64)
         for i, p in enumerate(params):
             if p.sampling_seed is not None:
                 # Weyl step with the golden ratio: neighbouring seeds and positions lie far apart.
                 mixed = (p.sampling_seed * 0x9E3779B97F4A7C15 + positions[i]) & (2**63 - 1)
                 self.seeded.manual_seed(mixed)
-                torch.rand(size[1], generator=self.seeded, out=uniform[i])
-        return uniform.log_().neg_().log_().neg_()
+                torch.rand(1, generator=self.seeded, out=uniform[i])
+        return uniform
 
 
 def _allowed(logprobs: torch.Tensor, params: SamplingParams) -> torch.Tensor:

@@ -1,7 +1,12 @@
-"""Weights of a dense decoder, read from safetensors, with q/k/v and gate/up fused."""
+"""Weights of a dense decoder, read from safetensors, with q/k/v and gate/up fused.
+
+Matrices are kept as [in, out], the transpose of the files': with the few rows of a decoding step,
+x @ W is then up to twice as fast on a CPU as with [out, in].
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +21,15 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer; every matrix is [out, in]."""
+    """One decoder layer; every matrix is [in, out].
+
+    Scales of norms over n values are float32 and hold sqrt(n) as a factor. `qk_norm` is [heads +
+    kv_heads, head_dim]: the scale of each query head, then of each key head.
+    """
 
     input_norm: torch.Tensor
     qkv: torch.Tensor
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
+    qk_norm: torch.Tensor | None
     out: torch.Tensor
     post_norm: torch.Tensor
     gate_up: torch.Tensor
@@ -30,7 +38,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Weights:
-    """All weights of a model: `embedding` and `head` are [vocab, hidden] (one tensor when tied)."""
+    """All weights of a model: `embedding` is [vocab, hidden], `head` is [hidden, vocab]."""
 
     embedding: torch.Tensor
     layers: list[Layer]
@@ -86,31 +94,44 @@ class _Reader:
         return tensor.to(self.dtype, copy=True)
 
 
+def _transposed(*matrices: torch.Tensor) -> torch.Tensor:
+    """[in, outs] of matrices [out, in] that read the same input."""
+    return torch.cat(matrices).t().contiguous()
+
+
+def _norm(reader: _Reader, name: str, size: int) -> torch.Tensor:
+    """The scale of a norm over `size` values, times the root of `size`."""
+    return reader.get(name, size).float() * math.sqrt(size)
+
+
+def _qk_norm(reader: _Reader, shape: ModelShape, attention: str) -> torch.Tensor | None:
+    if not shape.qk_norm:
+        return None
+    q = _norm(reader, attention + "q_norm.weight", shape.head_dim)
+    k = _norm(reader, attention + "k_norm.weight", shape.head_dim)
+    return torch.cat([q.expand(shape.heads, -1), k.expand(shape.kv_heads, -1)])
+
+
 def _layer(reader: _Reader, shape: ModelShape, index: int) -> Layer:
     prefix = f"model.layers.{index}."
     hidden, inner = shape.hidden, shape.intermediate
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     attention = prefix + "self_attn."
     return Layer(
-        input_norm=reader.get(prefix + "input_layernorm.weight", hidden),
-        qkv=torch.cat(
-            [
-                reader.get(attention + "q_proj.weight", q, hidden),
-                reader.get(attention + "k_proj.weight", kv, hidden),
-                reader.get(attention + "v_proj.weight", kv, hidden),
-            ]
+        input_norm=_norm(reader, prefix + "input_layernorm.weight", hidden),
+        qkv=_transposed(
+            reader.get(attention + "q_proj.weight", q, hidden),
+            reader.get(attention + "k_proj.weight", kv, hidden),
+            reader.get(attention + "v_proj.weight", kv, hidden),
         ),
-        q_norm=reader.get(attention + "q_norm.weight", shape.head_dim) if shape.qk_norm else None,
-        k_norm=reader.get(attention + "k_norm.weight", shape.head_dim) if shape.qk_norm else None,
-        out=reader.get(attention + "o_proj.weight", hidden, q),
-        post_norm=reader.get(prefix + "post_attention_layernorm.weight", hidden),
-        gate_up=torch.cat(
-            [
-                reader.get(prefix + "mlp.gate_proj.weight", inner, hidden),
-                reader.get(prefix + "mlp.up_proj.weight", inner, hidden),
-            ]
+        qk_norm=_qk_norm(reader, shape, attention),
+        out=_transposed(reader.get(attention + "o_proj.weight", hidden, q)),
+        post_norm=_norm(reader, prefix + "post_attention_layernorm.weight", hidden),
+        gate_up=_transposed(
+            reader.get(prefix + "mlp.gate_proj.weight", inner, hidden),
+            reader.get(prefix + "mlp.up_proj.weight", inner, hidden),
         ),
-        down=reader.get(prefix + "mlp.down_proj.weight", hidden, inner),
+        down=_transposed(reader.get(prefix + "mlp.down_proj.weight", hidden, inner)),
     )
 
 
@@ -134,11 +155,14 @@ def load_weights(directory: Path, shape: ModelShape, dtype: torch.dtype) -> Weig
         )
     reader = _Reader(directory, dtype)
     embedding = reader.get("model.embed_tokens.weight", shape.vocab, shape.hidden)
+    head = embedding
+    if not shape.tied:
+        head = reader.get("lm_head.weight", shape.vocab, shape.hidden)
     weights = Weights(
         embedding=embedding,
         layers=[_layer(reader, shape, index) for index in range(shape.layers)],
-        norm=reader.get("model.norm.weight", shape.hidden),
-        head=embedding if shape.tied else reader.get("lm_head.weight", shape.vocab, shape.hidden),
+        norm=_norm(reader, "model.norm.weight", shape.hidden),
+        head=_transposed(head),
     )
     _check_finite(weights, directory)
     return weights
@@ -154,8 +178,7 @@ def _check_finite(weights: Weights, directory: Path) -> None:
             "down",
             "input_norm",
             "post_norm",
-            "q_norm",
-            "k_norm",
+            "qk_norm",
         ):
             if getattr(layer, name) is not None:
                 tensors[f"layer {index} {name}"] = getattr(layer, name)
