@@ -147,11 +147,16 @@ def _report(run: RunDir) -> int:
     from miles_cli.live import summary
     from miles_core.runs.status import status
 
-    state = status(run).state
-    if state != "completed":
+    now = status(run)
+    if now.state not in ("completed", "cancelled"):
         print(f"see {run.path}/flow.log and attempts/*/driver.log", file=sys.stderr)
+    if now.state == "cancelled":
+        print(f"go on with `miles resume {run.path}`", file=sys.stderr)
     print(summary(run))
-    return 0 if state == "completed" else EXIT_FAILED
+    if now.state == "completed":
+        return 0
+    by_signal = now.state == "cancelled" and now.detail in signal.Signals.__members__
+    return 128 + signal.Signals[now.detail] if by_signal else EXIT_FAILED
 
 
 def run_stop(args: argparse.Namespace) -> int:
