@@ -16,6 +16,7 @@ from miles_core.data.rows import DEFAULT_SPLIT, BadRow, DataError
 JSONL_SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz")
 SUFFIXES = (*JSONL_SUFFIXES, ".parquet")
 _PARQUET_BATCH = 256
+_BUFFER = 1 << 18
 _HUB_TIMEOUT_S = 5.0
 _BOM = b"\xef\xbb\xbf"
 
@@ -76,7 +77,7 @@ def read_raw(source: str, split: str | None) -> Iterator[RawRow]:
             else:
                 yield from read_jsonl(file)
     elif source.endswith(SUFFIXES) or source.startswith((".", "/", "~")) or source.count("/") > 1:
-        raise DataError(f"{source}: there is no such file or folder", "check --input")
+        raise DataError(f"{source}: there is no such file or folder", "check the path")
     else:
         yield from _read_dataset(source, _load_named(source, split))
 
@@ -88,9 +89,7 @@ def read_jsonl(file: Path) -> Iterator[RawRow]:
     try:
         with _open(file) as lines:
             for number, line in enumerate(lines, 1):
-                if number == 1 and line.startswith(_BOM):
-                    line = line[len(_BOM) :]
-                data = line.strip()
+                data = (line if number > 1 else line.removeprefix(_BOM)).strip()
                 if data:
                     yield RawRow(name, number, data)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -100,7 +99,7 @@ def read_jsonl(file: Path) -> Iterator[RawRow]:
 def _open(file: Path) -> IO[bytes]:
     if file.name.endswith(".gz"):
         return gzip.open(file, "rb")  # type: ignore[return-value]
-    return open(file, "rb")
+    return open(file, "rb", _BUFFER)
 
 
 def read_parquet(file: Path) -> Iterator[RawRow]:
@@ -111,7 +110,9 @@ def read_parquet(file: Path) -> Iterator[RawRow]:
     try:
         table = pq.ParquetFile(file)
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{file}: not a Parquet file: {error}", "check --input") from error
+        raise DataError(
+            f"{file}: not a Parquet file: {error}", "check that the file is whole"
+        ) from error
     number = 0
     with table:
         for batch in table.iter_batches(batch_size=_PARQUET_BATCH):
@@ -128,7 +129,8 @@ def _load_saved(path: Path, split: str | None) -> Any:
         wanted = split or DEFAULT_SPLIT
         if wanted not in loaded:
             raise DataError(
-                f"{path}: there is no split {wanted!r}", f"set --split to: {', '.join(loaded)}"
+                f"{path}: there is no split {wanted!r}",
+                f"it has: {', '.join(loaded)}; take one with `miles data convert --split`",
             )
         return loaded[wanted]
     return loaded

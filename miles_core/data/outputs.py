@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import io
 import itertools
 import os
 import tempfile
@@ -14,8 +16,29 @@ import orjson
 
 from miles_core.data.rows import DataError
 
-_BUFFER = 1 << 20
+_BUFFER = 1 << 18
+_FLUSH_EVERY = 4 << 20
 _PARQUET_BATCH = 512
+
+
+class _Flowing(io.FileIO):
+    """A file whose bytes start their way to the disk while more of them are made.
+
+    So that the wait for all of them at the end is short. The advice starts the writing of dirty
+    pages and returns; it would drop only pages that are clean, which new ones are not.
+    """
+
+    _written = 0
+    _sent = 0
+
+    def write(self, data: Any, /) -> int:
+        count = super().write(data)
+        self._written += count
+        if self._written - self._sent >= _FLUSH_EVERY:
+            size = self._written - self._sent
+            os.posix_fadvise(self.fileno(), self._sent, size, os.POSIX_FADV_DONTNEED)
+            self._sent = self._written
+        return count
 
 
 @contextmanager
@@ -24,7 +47,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     path.parent.mkdir(parents=True, exist_ok=True)
     fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
-        with os.fdopen(fd, "wb", _BUFFER) as file:
+        with io.BufferedWriter(_Flowing(fd, "wb"), _BUFFER) as file:
             yield file
             file.flush()
             os.fchmod(file.fileno(), 0o644)
@@ -38,6 +61,45 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+@contextmanager
+def output_lock(path: Path, wait: bool = False) -> Iterator[None]:
+    """Be the only one who writes `path`, until the block ends or the process does.
+
+    The lock is a hidden file beside it that is gone afterwards. Without `wait` a DataError tells
+    at once that another process holds it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = path.with_name(f".{path.name}.lock")
+    try:
+        fd = _locked(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise DataError(
+            f"{path}: another conversion is writing this file",
+            "wait until it has ended, or choose another --output",
+        ) from None
+    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)  # while it is held, so that no one else's is removed
+        os.close(fd)
+
+
+def _locked(lock: Path, operation: int) -> int:
+    """A descriptor that holds the lock; raises BlockingIOError."""
+    while True:
+        fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(fd, operation)
+            if os.path.samestat(os.fstat(fd), os.stat(lock)):
+                return fd
+        except FileNotFoundError:
+            pass  # its holder removed it just now, as when it is another file: once more
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
 
 
 def check_output(path: Path, source: str) -> None:

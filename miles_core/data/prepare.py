@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from miles_core.data.convert import ConvertOptions, convert
 from miles_core.data.inputs import SUFFIXES, input_files, is_saved_dataset
-from miles_core.data.outputs import replacing
+from miles_core.data.outputs import output_lock, replacing
 from miles_core.data.rows import DEFAULT_AGENT, DataError
 
 _FORMAT = 1  # raised when the same input would be converted differently
@@ -40,7 +41,8 @@ def prepare_rows(
 
     Rows that have the row format already stay as they are; `agent_name` goes to rows that name
     none. With the usual keys, the other usual names of a prompt and an id are tried too. What is
-    found in the cache is used only when it matches its manifest. Raises DataError.
+    found in the cache is used only when it matches its manifest; two runs that prepare the same
+    content take turns. Raises DataError.
     """
     if not prompt_data.exists():
         raise DataError(
@@ -58,20 +60,39 @@ def prepare_rows(
     known = _verified(rows, manifest, source)
     if known is not None:
         return PreparedData(rows, known["sha256"], known["rows"], skipped=True)
-    manifest.unlink(missing_ok=True)
-    report = convert(
-        ConvertOptions(
-            input=str(prompt_data),
-            output=rows,
-            prompt_key=keys["prompt_key"],
-            id_key=keys["id_key"],
-            default_agent=agent_name,
+    with output_lock(manifest, wait=True):
+        known = _verified(rows, manifest, source)  # another run may have made it meanwhile
+        if known is not None:
+            return PreparedData(rows, known["sha256"], known["rows"], skipped=True)
+        manifest.unlink(missing_ok=True)
+        report = convert(
+            ConvertOptions(
+                input=str(prompt_data),
+                output=rows,
+                prompt_key=keys["prompt_key"],
+                id_key=keys["id_key"],
+                default_agent=agent_name,
+                bad_rows_advice=_advice(prompt_data, keys),
+            )
         )
-    )
-    found: dict[str, Any] = {"source": source, "sha256": _sha256(rows), "rows": report.rows}
-    with replacing(manifest) as out:
-        out.write(json.dumps(found, indent=2).encode() + b"\n")
+        found: dict[str, Any] = {"source": source, "sha256": _sha256(rows), "rows": report.rows}
+        with replacing(manifest) as out:
+            out.write(json.dumps(found, indent=2).encode() + b"\n")
     return PreparedData(rows, found["sha256"], report.rows, skipped=False)
+
+
+def _advice(prompt_data: Path, keys: dict[str, str | None]) -> str:
+    """How to train without the bad rows: training itself leaves none out."""
+    command = f"miles data convert --input {shlex.quote(str(prompt_data))} --output clean.jsonl"
+    train = "clean.jsonl"
+    for name, key in keys.items():
+        if key is not None:
+            command += f" --{name.replace('_', '-')} {shlex.quote(key)}"
+            train = "clean.jsonl with the default --prompt-key and --id-key"
+    return (
+        f"correct the rows, or clean the file first: {command} --on-bad-row skip\n"
+        f"  then train on {train}"
+    )
 
 
 def _verified(rows: Path, manifest: Path, source: str) -> dict[str, Any] | None:

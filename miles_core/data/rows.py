@@ -79,7 +79,7 @@ def _lookup(value: Any, parts: list[str]) -> Any:
 def find_value(row: dict[str, Any], key: str | None, usual: tuple[str, ...], flag: str) -> Any:
     """The value at `key`, or at the first of the usual keys that the row has; BadRow if none."""
     for path in (key,) if key else usual:
-        found = _lookup(row, path.split("."))
+        found = row[path] if path in row else _lookup(row, path.split("."))
         if found is not _MISSING and (key or found is not None):
             return found
     wanted = repr(key) if key else f"any of {', '.join(usual)}"
@@ -104,7 +104,7 @@ def _paths(row: dict[str, Any], limit: int = 16) -> list[str]:
 def check_prompt(prompt: Any) -> None:
     """Raise BadRow unless the prompt is non-blank text or chat messages with some content."""
     if isinstance(prompt, str):
-        if not prompt.strip():
+        if not prompt or prompt.isspace():
             raise BadRow("the prompt is empty")
         return
     if not isinstance(prompt, list):
@@ -133,7 +133,9 @@ def task_id(source: Any) -> str:
         raise BadRow(f"the id is {_kind(source)}, not text")
     if not source:
         raise BadRow("the id is empty")
-    parts = [source] if valid_id(source) else _ID_SEPARATOR.split(source)
+    if valid_id(source):
+        return source
+    parts = _ID_SEPARATOR.split(source)
     name = parts[-1]
     if not valid_id(name) or not _PATH_STEPS.isdisjoint(parts):
         raise BadRow(

@@ -365,3 +365,20 @@ def test_any_fields_come_back(
     run(folder / "in.jsonl", folder / "out.jsonl", prompt_key="prompt", id_key="instance_id")
     made = json.loads((folder / "out.jsonl").read_text(encoding="utf-8"))
     assert made["metadata"] == {**row, "agent_name": "mini-swe-agent", "split": "train"}
+
+
+def test_rows_that_need_a_whole_look_come_out_the_same(tmp_path: Path, out: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text(
+        '{"id": "first", "prompt": "p", "id": "a"}\n'
+        '{"id": "b", "prompt": "p", "n": 123456789012345678901234}\n'
+        '{"id": "c", "prompt": "p"}\n'
+    )
+    run(source, out)
+    lines = out.read_text().splitlines()
+    assert [json.loads(line)["metadata"]["instance_id"] for line in lines] == ["a", "b", "c"]
+    assert '"id": "first", "prompt": "p", "id": "a"' in lines[0]
+    assert '"n": 123456789012345678901234' in lines[1]
+    source.write_text('{"id": "a", "prompt": "p", "n": 1e999}\n')
+    with pytest.raises(DataError, match="in.jsonl:1: not valid JSON: number is infinity"):
+        run(source, out)
