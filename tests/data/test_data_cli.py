@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -62,6 +63,50 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
         assert wrong.returncode == 2
         assert "Traceback" not in wrong.stderr
         assert wrong.stderr.startswith("miles: /")
+
+
+def holding(rows: Path, output: Path) -> tuple[subprocess.Popen[str], int]:
+    """A conversion that waits in the middle for rows that its output (a pipe) is to hold."""
+    os.mkfifo(output)
+    command = [sys.executable, "-m", "miles_cli.main", "data", "convert", "--append"]
+    command += ["--input", str(rows), "--output", str(output)]
+    first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    return first, os.open(output, os.O_WRONLY)  # opens when the other side reads
+
+
+def test_two_conversions_of_one_output(tmp_path: Path) -> None:
+    rows, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows.write_text('{"id": "a", "prompt": "p"}\n')
+    second = ["data", "convert", "--input", str(rows), "--output", str(output)]
+    first, pipe = holding(rows, output)
+    for words in (second, [*second, "--append"]):
+        refused = miles(*words)
+        assert refused.returncode == 2
+        assert f"{output}: another conversion is writing this file" in refused.stderr
+        assert "wait until it has ended" in refused.stderr
+    os.write(pipe, b'{"prompt": "q", "metadata": {"instance_id": "kept"}}\n')
+    os.close(pipe)
+    assert "1 rows were there before and kept" in first.communicate()[0]
+    assert first.returncode == 0
+    done = miles(*second, "--append", "--json")
+    assert json.loads(done.stdout)["kept_rows"] == 2
+    ids = [json.loads(x)["metadata"]["instance_id"] for x in output.read_text().splitlines()]
+    assert ids == ["kept", "a", "a"]
+    assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "out.jsonl"]
+
+
+def test_a_killed_conversion_locks_no_one_out(tmp_path: Path) -> None:
+    rows, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows.write_text('{"id": "a", "prompt": "p"}\n')
+    first, pipe = holding(rows, output)
+    first.kill()
+    first.communicate()
+    os.close(pipe)
+    output.unlink()
+    done = miles("data", "convert", "--input", str(rows), "--output", str(output), "--append")
+    assert done.returncode == 0, done.stderr
+    assert len(output.read_text().splitlines()) == 1
+    assert not (tmp_path / ".out.jsonl.lock").exists()
 
 
 def test_unknown_dataset_fails_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import shlex
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles_core.data.convert import ConvertOptions, convert
+from miles_core.data.outputs import output_lock
 from miles_core.data.prepare import prepare_rows
 from miles_core.data.rows import DataError
 from miles_core.data.source import PromptSource
@@ -152,3 +157,38 @@ def test_raw_rows_are_converted(tmp_path: Path) -> None:
 def test_missing_prompt_data(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="data.prompt_data: .*no such file"):
         prepare_rows(tmp_path / "nowhere.jsonl", tmp_path / "cache")
+
+
+@pytest.mark.parametrize("keys", [{}, {"prompt_key": "q.text", "id_key": "key"}])
+def test_the_advice_about_bad_rows_works(tmp_path: Path, keys: dict[str, str]) -> None:
+    raw = tmp_path / "my rows.jsonl"
+    good, bad = '{"prompt": "p", "q": {"text": "t"}, "key": "k", "id": "a"}\n', '{"id": "b"}\n'
+    raw.write_text(good + bad)
+    with pytest.raises(DataError) as error:
+        prepare_rows(raw, tmp_path / "cache", **keys)
+    assert "my rows.jsonl:2: has nothing at" in error.value.message
+    assert "1 of 2 rows cannot be used" in error.value.message
+    words = error.value.fix.splitlines()[0].partition("clean the file first: miles ")[2]
+    command = [sys.executable, "-m", "miles_cli.main", *shlex.split(words)]
+    subprocess.run(command, check=True, cwd=tmp_path, capture_output=True)
+    clean = prepare_rows(tmp_path / "clean.jsonl", tmp_path / "cache")
+    row = PromptSource(clean.path).draw(1)[0]
+    assert (row.prompt, row.instance_id) == (("t", "k") if keys else ("p", "a"))
+    assert ("with the default --prompt-key" in error.value.fix) == bool(keys)
+    with pytest.raises(DataError) as error:
+        convert(ConvertOptions(input=str(raw), output=tmp_path / "out.jsonl"))
+    assert "leave them out with --on-bad-row skip" in error.value.fix
+
+
+def test_two_runs_that_prepare_the_same_rows_take_turns(rows: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    manifest = prepare_rows(rows, cache).path.parent / "manifest.json"
+    content = manifest.read_bytes()
+    manifest.unlink()
+    with ThreadPoolExecutor(1) as pool, output_lock(manifest):
+        waiting = pool.submit(prepare_rows, rows, cache)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.3)
+        manifest.write_bytes(content)  # the other one is ready
+        assert not waiting.done()
+    assert waiting.result().skipped is True
