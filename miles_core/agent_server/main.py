@@ -13,9 +13,11 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
+from miles_core.errors import UserError
+from miles_core.serving import bind, exit_status, url_of, watch_parent, write_ready_file
+
 SECRET = "HARBOR_ADMIN_SECRET"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-USAGE_ERROR = 2
 
 
 class Parser(argparse.ArgumentParser):
@@ -66,10 +68,6 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-class StartError(Exception):
-    """The server cannot start; the message says what to do."""
-
-
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
@@ -81,24 +79,24 @@ def main(argv: list[str] | None = None) -> int:
             else None
         )
         return run(args, listener, dashboard)
-    except StartError as error:
+    except UserError as error:
         print(f"miles-agent-server: {error}", file=sys.stderr)
-        return USAGE_ERROR
+        return exit_status(error)
 
 
 def check(args: argparse.Namespace) -> None:
-    """What can be known to be wrong before anything is loaded; raises StartError."""
+    """What can be known to be wrong before anything is loaded; raises UserError."""
     if args.tasks_dir is None:
-        raise StartError("no tasks: give --tasks-dir DIR or set HARBOR_TASKS_DIR")
+        raise UserError("no tasks: give --tasks-dir DIR or set HARBOR_TASKS_DIR")
     if not args.tasks_dir.is_dir():
-        raise StartError(f"--tasks-dir {args.tasks_dir}: no such directory; name the Harbor tasks")
+        raise UserError(f"--tasks-dir {args.tasks_dir}: no such directory; name the Harbor tasks")
     for name in ("max_concurrent", "agent_timeout"):
         if getattr(args, name) <= 0:
-            raise StartError(f"--{name.replace('_', '-')} must be above 0")
+            raise UserError(f"--{name.replace('_', '-')} must be above 0")
     if args.agent_config is not None and not args.agent_config.is_file():
-        raise StartError(f"--agent-config {args.agent_config}: no such file")
+        raise UserError(f"--agent-config {args.agent_config}: no such file")
     if args.host not in LOOPBACK and not os.environ.get(SECRET):
-        raise StartError(
+        raise UserError(
             f"--host {args.host} is reachable from other machines: set {SECRET} to a bearer token, "
             "or listen on 127.0.0.1"
         )
@@ -107,41 +105,24 @@ def check(args: argparse.Namespace) -> None:
 
 
 def check_bubblewrap() -> None:
-    """Whether this host can make the sandbox; raises StartError."""
+    """Whether this host can make the sandbox; raises UserError."""
     from miles_core.agent_server.sandbox.system import missing_tools, probe_user_namespace
 
     missing = missing_tools()
     if missing:
-        raise StartError(
+        raise UserError(
             f"the bubblewrap sandbox needs {', '.join(missing)}: install them "
             "(Debian: apt-get install bubblewrap util-linux), or use --sandbox docker"
         )
     if os.geteuid() != 0:
-        raise StartError("the bubblewrap sandbox needs root here; or use --sandbox docker")
+        raise UserError("the bubblewrap sandbox needs root here; or use --sandbox docker")
     problem = probe_user_namespace()
     if problem:
-        raise StartError(
+        raise UserError(
             f"the bubblewrap sandbox needs user namespaces ({problem}); "
             "allow them (sysctl kernel.unprivileged_userns_clone=1, user.max_user_namespaces), "
             "or use --sandbox docker"
         )
-
-
-def bind(host: str, port: int, flag: str) -> socket.socket:
-    """A listening socket; raises StartError for a port that is in use."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    made = socket.socket(family)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        made.bind((host, port))
-        made.listen(1024)
-    except OSError as error:
-        made.close()
-        raise StartError(
-            f"cannot listen on {host} port {port} ({error.strerror}): choose another with {flag}, "
-            "or 0 for a free one"
-        ) from error
-    return made
 
 
 def run(args: argparse.Namespace, listener: socket.socket, dashboard: socket.socket | None) -> int:
@@ -157,7 +138,7 @@ def run(args: argparse.Namespace, listener: socket.socket, dashboard: socket.soc
     try:
         agent_config = load_agent_config(args.agent_config)
     except ValueError as error:
-        raise StartError(f"--agent-config: {error}") from error
+        raise UserError(f"--agent-config: {error}") from error
     settings = ServerSettings(
         tasks_dir=args.tasks_dir.resolve(),
         trials_dir=args.trials_dir.resolve(),
@@ -192,14 +173,14 @@ def run(args: argparse.Namespace, listener: socket.socket, dashboard: socket.soc
 
 
 def check_sandbox_name(name: str) -> None:
-    """Whether Harbor knows an environment of this name; raises StartError."""
+    """Whether Harbor knows an environment of this name; raises UserError."""
     from harbor.models.environment_type import EnvironmentType
 
     known = ["bubblewrap", *[kind.value for kind in EnvironmentType]]
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise StartError(f"--sandbox {name}: not one of {', '.join(known)}{hint}")
+        raise UserError(f"--sandbox {name}: not one of {', '.join(known)}{hint}")
 
 
 async def _serve(
@@ -210,17 +191,16 @@ async def _serve(
     listener: socket.socket,
     dashboard: socket.socket | None,
 ) -> None:
-    import orjson
     import uvicorn
 
     from miles_core.agent_server.app import make_app, make_dashboard
     from miles_core.agent_server.sandbox.errors import SandboxError
-    from miles_core.agent_server.trials import TrialManager, write_file
+    from miles_core.agent_server.trials import TrialManager
 
     try:
         await runner.open()
     except SandboxError as error:
-        raise StartError(str(error)) from error
+        raise UserError(str(error)) from error
     manager = TrialManager(runner, settings.trials_dir, settings.max_concurrent)
     lost = manager.open()
     if lost:
@@ -241,17 +221,15 @@ async def _serve(
     ]
     while not all(server.started for server in servers):  # noqa: ASYNC110 (a flag of uvicorn's)
         await asyncio.sleep(0.01)
+    if args.parent_pid is not None:
+        watch_parent(args.parent_pid, lambda: loop.call_soon_threadsafe(stop.set))
     host, port = listener.getsockname()[:2]
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     if args.ready_file is not None:
-        ready = {"pid": os.getpid(), "host": host, "port": port, "url": url}
-        write_file(args.ready_file, orjson.dumps(ready))
-    print(f"agent server on {url}, sandbox {settings.sandbox}", flush=True)
-    watch = asyncio.create_task(_watch_parent(args.parent_pid, stop))
+        write_ready_file(args.ready_file, host, port)
+    print(f"agent server on {url_of(host, port)}, sandbox {settings.sandbox}", flush=True)
     await asyncio.wait(
         [asyncio.create_task(stop.wait()), *serving], return_when=asyncio.FIRST_COMPLETED
     )
-    watch.cancel()
     await manager.close()
     for server in servers:
         server.should_exit = True
@@ -264,18 +242,6 @@ def _server(uvicorn: Any, app: Any) -> Any:
         app, log_level="warning", lifespan="off", timeout_graceful_shutdown=5, access_log=False
     )
     return uvicorn.Server(config)
-
-
-async def _watch_parent(pid: int | None, stop: asyncio.Event) -> None:
-    """Set `stop` when the process `pid` is gone."""
-    from miles_core.agent_server.sandbox.cgroups import process_start
-
-    if pid is None:
-        return
-    began = process_start(pid)
-    while began is not None and process_start(pid) == began:  # noqa: ASYNC110 (no event exists)
-        await asyncio.sleep(0.5)
-    stop.set()
 
 
 if __name__ == "__main__":

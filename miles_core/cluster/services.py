@@ -12,6 +12,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from miles_core.errors import UserError
+from miles_core.serving import EXIT_USAGE
+
 STOP_GRACE_S = 10.0
 
 
@@ -54,7 +57,7 @@ class Service:
             )
 
     async def wait_ready(self, timeout_s: float) -> str:
-        """Wait for the ready file; returns the URL. Raises ServiceError with the log's tail."""
+        """Wait for the ready file; returns the URL. Raises as `check` does."""
         deadline = time.monotonic() + timeout_s
         while not self.ready_file.exists():
             self.check()
@@ -66,11 +69,14 @@ class Service:
         return str(json.loads(self.ready_file.read_text())["url"])
 
     def check(self) -> None:
-        """Raise ServiceError when the process has ended."""
+        """Raise when the process has ended: UserError for what a person must change first,
+        else ServiceError."""
         if self.process is None:
             raise ServiceError(f"{self.name} was not started")
         code = self.process.poll()
         if code is not None:
+            if code == EXIT_USAGE:
+                raise UserError(f"{self.name} cannot start", self._last_words())
             ending = f"signal {-code}" if code < 0 else f"exit status {code}"
             raise ServiceError(f"{self.name} ended with {ending}; {self._last_words()}")
 

@@ -23,6 +23,7 @@ from session_helpers import (
     until,
 )
 
+from miles_core.serving import EXIT_BUSY
 from miles_core.sessions.client import SessionClient
 from miles_core.sessions.families import ChatFamily
 
@@ -344,11 +345,11 @@ async def test_client(server_url: str, engine: ScriptedEngine, family: ChatFamil
     await client.aclose()
 
 
-def test_a_port_in_use_ends_with_status_2(server_url: str, tokenizer_dir: Path) -> None:
+def test_a_port_in_use_is_told_from_other_errors(server_url: str, tokenizer_dir: Path) -> None:
     port = server_url.rpartition(":")[2]
     command = server_command(tokenizer_dir, "http://127.0.0.1:9", "--port", port)
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and port in done.stderr and "--port" in done.stderr
+    assert done.returncode == EXIT_BUSY and port in done.stderr and "--port" in done.stderr
 
 
 def test_it_ends_with_its_parent_and_refuses_exposure(tokenizer_dir: Path, tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from miles_core.serving import process_start
+
 ROOT = Path("/sys/fs/cgroup")
 PREFIX = "miles-agent-"
 CPU_PERIOD_US = 100_000
@@ -25,15 +27,6 @@ class Limits:
     memory_mb: int | None = None
     pids: int | None = None
     cpus: float | None = None
-
-
-def process_start(pid: int) -> str | None:
-    """Start time of a process in clock ticks since boot, or None when there is none."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    return stat.rpartition(")")[2].split()[19]
 
 
 class CgroupTree:
