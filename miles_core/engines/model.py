@@ -47,19 +47,29 @@ class Decoder:
         sizes = (shape.hidden, shape.head_dim)
         self.floor = {n: torch.tensor(math.sqrt(n * shape.eps)) for n in sizes}
 
-    def forward(self, tokens: torch.Tensor, segments: list[Segment]) -> torch.Tensor:
+    def forward(
+        self, tokens: torch.Tensor, segments: list[Segment], last_only: bool = False
+    ) -> torch.Tensor:
         """Final hidden states [tokens, hidden] of the packed new tokens of `segments`.
 
         Keys and values of the new tokens are written to the cache. Segments of one token must
-        come before longer ones.
+        come before longer ones. With `last_only` the answer is [segments, hidden]: the last token
+        of each, and the last layer computes no more than keys and values for the others.
         """
         positions, places = _positions(segments)
         cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
         singles = sum(segment.count == 1 for segment in segments)
         x = F.embedding(tokens, self.weights.embedding)
         masks = [self._mask(segment) for segment in segments[singles:]]
+        last = self.shape.layers - 1
         for index, layer in enumerate(self.weights.layers):
-            x = self._layer(index, layer, x, cos, sin, places, segments, singles, masks)
+            q = self._project(index, layer, x, cos, sin, places)
+            if last_only and index == last and singles < len(segments):
+                ends = torch.tensor([segment.count for segment in segments]).cumsum(0) - 1
+                x, q = x[ends], q[ends]
+                segments = [Segment(s.extent, s.start + s.count - 1, 1) for s in segments]
+                singles, masks = len(segments), []
+            x = self._mix(index, layer, x, q, segments, singles, masks)
         return self._norm(x, self.weights.norm)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -87,7 +97,7 @@ class Decoder:
         """Rotary embedding; the sign of the swapped halves is in `sin`."""
         return (x * cos).addcmul_(x.roll(self.shape.head_dim // 2, -1), sin)
 
-    def _layer(
+    def _project(
         self,
         index: int,
         layer: Layer,
@@ -95,10 +105,8 @@ class Decoder:
         cos: torch.Tensor,
         sin: torch.Tensor,
         places: torch.Tensor,
-        segments: list[Segment],
-        singles: int,
-        masks: list[torch.Tensor | None],
     ) -> torch.Tensor:
+        """Queries [tokens, heads, head_dim]; keys and values go to their places in the cache."""
         shape = self.shape
         qkv = self._norm(x, layer.input_norm) @ layer.qkv
         qkv = qkv.view(-1, shape.heads + 2 * shape.kv_heads, shape.head_dim)
@@ -106,9 +114,22 @@ class Decoder:
         if layer.qk_norm is not None:
             qk = self._norm(qk, layer.qk_norm)
         q, k = self._rotate(qk, cos, sin).split([shape.heads, shape.kv_heads], 1)
+        self.pool.layer_keys[index].index_copy_(1, places, k.transpose(0, 1))
+        self.pool.layer_values[index].index_copy_(1, places, v.transpose(0, 1))
+        return q
+
+    def _mix(
+        self,
+        index: int,
+        layer: Layer,
+        x: torch.Tensor,
+        q: torch.Tensor,
+        segments: list[Segment],
+        singles: int,
+        masks: list[torch.Tensor | None],
+    ) -> torch.Tensor:
+        """Attention over the cache, then the feed-forward part; answers the new x."""
         keys, values = self.pool.layer_keys[index], self.pool.layer_values[index]
-        keys.index_copy_(1, places, k.transpose(0, 1))
-        values.index_copy_(1, places, v.transpose(0, 1))
         attended = self._attend_singles(q[:singles], keys, values, segments[:singles])
         attended += self._attend_longer(q[singles:], keys, values, segments[singles:], masks)
         mixed = torch.cat(attended) if len(attended) > 1 else attended[0]

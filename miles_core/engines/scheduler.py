@@ -142,8 +142,13 @@ class Scheduler:
                 budget -= count
         ids = [r.tokens[s.start : s.start + s.count] for r, s in zip(due, segments, strict=True)]
         tokens = torch.from_numpy(np.concatenate(ids))
-        hidden = self.decoder.forward(tokens, segments)
-        self._input_logprobs(hidden, due, segments)
+        whole = any(
+            r.logprob_start >= 0 and s.count > 1 for r, s in zip(due, segments, strict=True)
+        )
+        hidden = self.decoder.forward(tokens, segments, last_only=not whole)
+        if whole:
+            self._input_logprobs(hidden, due, segments)
+            hidden = hidden[torch.tensor([s.count for s in segments]).cumsum(0) - 1]
         self._sample(hidden, due, segments)
 
     # -- admission -----------------------------------------------------------------------------
@@ -251,19 +256,17 @@ class Scheduler:
             request.input_logprobs.extend(logprobs.gather(1, targets).squeeze(1).tolist())
 
     def _sample(self, hidden: torch.Tensor, due: list[Request], segments: list[Segment]) -> None:
+        """Next token of every sequence that is computed to its end; `hidden` has a row for each."""
         rows: list[int] = []
-        ready: list[Request] = []
-        offset = 0
-        for request, segment in zip(due, segments, strict=True):
-            offset += segment.count
+        for index, (request, segment) in enumerate(zip(due, segments, strict=True)):
             request.computed = segment.start + segment.count
             if request.computed == request.length:
-                rows.append(offset - 1)
-                ready.append(request)
-        if not ready:
+                rows.append(index)
+        if not rows:
             return
-        if len(rows) < hidden.shape[0]:
+        if len(rows) < len(due):
             hidden = hidden[rows]
+        ready = [due[index] for index in rows]
         logits = self.decoder.logits(hidden)
         tokens, logprobs = self.sampler.draw(
             logits, [r.params for r in ready], [len(r.output_ids) for r in ready]
