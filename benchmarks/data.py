@@ -75,7 +75,7 @@ def _plain(source: str, output: str) -> None:
         for line in lines:
             row = json.loads(line)
             added = {"agent_name": "mini-swe-agent", "split": "train"}
-            made = {"prompt": row["problem_statement"], "metadata": {**row, **added}}
+            made = {"prompt": row["problem_statement"], "metadata": {**added, **row}}
             out.write(json.dumps(made) + "\n")
 
 

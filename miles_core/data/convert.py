@@ -223,9 +223,10 @@ class _Converter:
         self._report.duplicate_ids += self._ids.add(name, str(origin or source))
         self._report.mapped_ids += name != source
         if found.can_be_spliced():
-            start, end = b'{"prompt":', b"," + orjson.dumps(added)[1:] if added else b"}"
-            prompt = orjson.dumps(found.prompt)
-            return b"".join((start, prompt, b',"metadata":', raw.data[:-1], end, b"}\n"))
+            prompt, more = orjson.dumps(found.prompt), orjson.dumps(added)[1:]
+            fields = memoryview(raw.data)[:-1]  # without the brace at the end
+            comma = b"," if added else b""
+            return b"".join((b'{"prompt":', prompt, b',"metadata":', fields, comma, more, b"}\n"))
         made = {"prompt": found.prompt, "metadata": {**own, **added}}
         return orjson.dumps(made, option=orjson.OPT_APPEND_NEWLINE)
 
@@ -263,8 +264,16 @@ class _Converter:
         if not isinstance(agent, str):
             raise BadRow("agent_name is not text")
         own_split = own.get("split")
-        split = options.split or (own_split if isinstance(own_split, str) and own_split else None)
-        wanted = {"instance_id": name, "agent_name": agent, "split": split or DEFAULT_SPLIT}
-        if name != source:
-            wanted["source_id"] = str(source)
-        return {key: value for key, value in wanted.items() if own.get(key) != value}
+        split = options.split or own_split
+        if not isinstance(split, str) or not split:
+            split = DEFAULT_SPLIT
+        added = {}
+        if own.get("instance_id") != name:
+            added["instance_id"] = name
+        if own.get("agent_name") != agent:
+            added["agent_name"] = agent
+        if own_split != split:
+            added["split"] = split
+        if name != source and own.get("source_id") != str(source):
+            added["source_id"] = str(source)
+        return added

@@ -8,7 +8,9 @@ from typing import Any
 import simdjson
 
 _OPEN = ord("{")
-_LONGEST = 4 << 20  # bytes; the parser keeps room for several times its longest line
+_PLAIN = (str, int, float, type(None))
+_SHAPES = 100  # remembered at most
+_LONGEST = 1 << 20  # bytes; the parser keeps room for a dozen times its longest line
 
 
 class FieldDecoder:
@@ -24,6 +26,7 @@ class FieldDecoder:
             for end in range(1, len(parts) + 1)
         )
         self._parse = simdjson.Parser().parse
+        self._shapes: dict[tuple[str, ...], tuple[str, ...] | None] = {}
 
     def decode(self, data: bytes) -> dict[str, Any] | None:
         """The wanted fields that the object has; None when the line must be decoded wholly.
@@ -38,13 +41,27 @@ class FieldDecoder:
         except (ValueError, RuntimeError):
             return None
         assert isinstance(fields, simdjson.Object), "the line begins with a brace"
-        keys = list(fields)
-        if len(set(keys)) != len(keys):
+        keys = tuple(fields)
+        try:
+            wanted = self._shapes[keys]
+        except KeyError:
+            wanted = self._new_shape(keys)
+        if wanted is None:
             return None
-        return {key: _plain(fields[key]) for key in keys if key in self._wanted}
+        found = {}
+        for key in wanted:
+            value = fields[key]
+            found[key] = value if isinstance(value, _PLAIN) else _unpacked(value)
+        return found
+
+    def _new_shape(self, keys: tuple[str, ...]) -> tuple[str, ...] | None:
+        """Which of these keys are wanted, or None if one comes twice; most rows share a shape."""
+        unique = len(set(keys)) == len(keys)
+        wanted = tuple(key for key in keys if key in self._wanted) if unique else None
+        if len(self._shapes) < _SHAPES:
+            self._shapes[keys] = wanted
+        return wanted
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, simdjson.Object):
-        return value.as_dict()
-    return value.as_list() if isinstance(value, simdjson.Array) else value
+def _unpacked(value: Any) -> Any:
+    return value.as_dict() if isinstance(value, simdjson.Object) else value.as_list()

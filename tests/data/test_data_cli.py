@@ -127,10 +127,18 @@ def test_help_and_unknown_flag() -> None:
     assert "Did you mean --prompt-key?" in wrong.stderr
 
 
-def test_benchmark_compares_the_same_rows() -> None:
-    command = [sys.executable, "benchmarks/data.py", "--mb", "1", "--repeats", "1", "--json"]
+@pytest.mark.parametrize("given", [False, True])
+def test_benchmark_compares_the_same_rows(tmp_path: Path, given: bool) -> None:
+    command = [sys.executable, "benchmarks/data.py", "--mb", "1", "--repeats", "2", "--json"]
+    if given:
+        rows = tmp_path / "rows.jsonl"
+        rows.write_text(
+            '{"a": {"b": [1, "é", null]}, "split": "dev"}\n{"problem_statement": "p"}\n'
+        )
+        command += ["--input", str(rows)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
     result = json.loads(done.stdout)
     assert result["same_rows"] is True
     assert result["rows"] > 50
+    assert 0 < result["ratio_min"] <= result["ratio"] <= result["ratio_max"]
     assert {"mb_per_s", "peak_rss_mb"} <= set(result["ours"]) & set(result["plain"])
