@@ -3,7 +3,8 @@
 Tokens of all sequences of a step stand in one [tokens, hidden] matrix, whether they are prompt
 tokens or the one new token of a decoded sequence, so that every linear layer runs once a step.
 Attention runs segment by segment against the sequence's own extent of the cache, hence nothing is
-padded and no mask is needed for decoding.
+padded and no mask is needed for decoding. Decoded sequences of one length whose extents lie side
+by side, as those of a group with one prompt often do, are one call (`Run`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,15 @@ class Segment:
     extent: Extent
     start: int
     count: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """What `count` decoded sequences attend to: [count, kv_heads, length, head_dim] by layer."""
+
+    count: int
+    keys: tuple[torch.Tensor, ...]
+    values: tuple[torch.Tensor, ...]
 
 
 class Decoder:
@@ -59,17 +69,21 @@ class Decoder:
         positions, places = _positions(segments)
         cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
         singles = sum(segment.count == 1 for segment in segments)
+        longer = segments[singles:]
         x = F.embedding(tokens, self.weights.embedding)
-        masks = [self._mask(segment) for segment in segments[singles:]]
+        masks = [self._mask(segment) for segment in longer]
+        runs = self._runs(segments[:singles])
         last = self.shape.layers - 1
         for index, layer in enumerate(self.weights.layers):
             q = self._project(index, layer, x, cos, sin, places)
-            if last_only and index == last and singles < len(segments):
+            if last_only and index == last and longer:
                 ends = torch.tensor([segment.count for segment in segments]).cumsum(0) - 1
                 x, q = x[ends], q[ends]
-                segments = [Segment(s.extent, s.start + s.count - 1, 1) for s in segments]
-                singles, masks = len(segments), []
-            x = self._mix(index, layer, x, q, segments, singles, masks)
+                runs = self._runs([Segment(s.extent, s.start + s.count - 1, 1) for s in segments])
+                singles, longer, masks = len(segments), [], []
+            attended = self._attend_singles(index, q[:singles], runs)
+            attended += self._attend_longer(index, q[singles:], longer, masks)
+            x = self._mix(layer, x, attended)
         return self._norm(x, self.weights.norm)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -118,61 +132,61 @@ class Decoder:
         self.pool.layer_values[index].index_copy_(1, places, v.transpose(0, 1))
         return q
 
-    def _mix(
-        self,
-        index: int,
-        layer: Layer,
-        x: torch.Tensor,
-        q: torch.Tensor,
-        segments: list[Segment],
-        singles: int,
-        masks: list[torch.Tensor | None],
-    ) -> torch.Tensor:
-        """Attention over the cache, then the feed-forward part; answers the new x."""
-        keys, values = self.pool.layer_keys[index], self.pool.layer_values[index]
-        attended = self._attend_singles(q[:singles], keys, values, segments[:singles])
-        attended += self._attend_longer(q[singles:], keys, values, segments[singles:], masks)
+    def _mix(self, layer: Layer, x: torch.Tensor, attended: list[torch.Tensor]) -> torch.Tensor:
+        """The rest of a layer; answers the new x."""
         mixed = torch.cat(attended) if len(attended) > 1 else attended[0]
         x = torch.addmm(x, mixed, layer.out)
         gate, up = (self._norm(x, layer.post_norm) @ layer.gate_up).chunk(2, -1)
         return torch.addmm(x, F.silu(gate).mul_(up), layer.down)
 
-    def _attend_singles(
-        self,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        segments: list[Segment],
-    ) -> list[torch.Tensor]:
+    def _runs(self, segments: list[Segment]) -> list[Run]:
+        """Cached keys and values of decoded tokens, consecutive like sequences in one run."""
+        runs = []
+        first = 0
+        for index, segment in enumerate(segments):
+            if index + 1 < len(segments) and _alike(segment, segments[index + 1]):
+                continue
+            count, size, length = index + 1 - first, segment.extent.size, segment.start + 1
+            start, first = segments[first].extent.start, index + 1
+            keys, values = (
+                pool.narrow(2, start, count * size)
+                .unflatten(2, (count, size))
+                .transpose(1, 2)
+                .narrow(3, 0, length)
+                .unbind(0)
+                for pool in (self.pool.keys, self.pool.values)
+            )
+            runs.append(Run(count, keys, values))
+        return runs
+
+    def _attend_singles(self, index: int, q: torch.Tensor, runs: list[Run]) -> list[torch.Tensor]:
         """Attention of decoded tokens; q is [rows, heads, head_dim].
 
         The query heads that share a key head become query rows, so no key is repeated.
         """
-        if not segments:
+        if not runs:
             return []
         grouped = q.reshape(-1, self.shape.kv_heads, q.shape[1] // self.shape.kv_heads, q.shape[2])
-        keys, values = keys.unsqueeze(0), values.unsqueeze(0)
-        out = []
-        for row, segment in zip(grouped.split(1), segments, strict=True):
-            start, length = segment.extent.start, segment.start + 1
-            out.append(
-                F.scaled_dot_product_attention(
-                    row, keys.narrow(2, start, length), values.narrow(2, start, length)
-                )
-            )
-        return [torch.cat(out).view(len(segments), self.q_size)]
+        rows = grouped.split([run.count for run in runs])
+        out = [
+            F.scaled_dot_product_attention(row, run.keys[index], run.values[index])
+            for row, run in zip(rows, runs, strict=True)
+        ]
+        return [torch.cat(out).view(-1, self.q_size)]
 
     def _attend_longer(
         self,
+        index: int,
         q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
         segments: list[Segment],
         masks: list[torch.Tensor | None],
     ) -> list[torch.Tensor]:
         """Attention of prompt segments, [count, heads * head_dim] each."""
+        if not segments:
+            return []
         out = []
-        keys, values = keys.unsqueeze(0), values.unsqueeze(0)
+        keys = self.pool.layer_keys[index].unsqueeze(0)
+        values = self.pool.layer_values[index].unsqueeze(0)
         rows = q.split([segment.count for segment in segments])
         for row, segment, mask in zip(rows, segments, masks, strict=True):
             start, length = segment.extent.start, segment.start + segment.count
@@ -186,6 +200,12 @@ class Decoder:
             )
             out.append(attended[0].transpose(0, 1).reshape(segment.count, self.q_size))
         return out
+
+
+def _alike(segment: Segment, following: Segment) -> bool:
+    """Whether two sequences are equally long and their extents equally large and side by side."""
+    a, b = segment.extent, following.extent
+    return segment.start == following.start and a.size == b.size and a.start + a.size == b.start
 
 
 def _positions(segments: list[Segment]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from miles_core.engines.engine import Engine, EngineOptions
+from miles_core.engines.model import Run, Segment
 from miles_core.engines.request import Request
 from miles_core.engines.sampling import SamplingParams
 from miles_core.engines.shape import ModelDirectoryError, read_shape
@@ -96,16 +97,20 @@ def test_equal_prompts_are_computed_once(models: dict[str, Path]) -> None:
     assert max(worst(r, reference(models["qwen3"])) for r in requests) <= TOLERANCE
 
 
+@pytest.mark.parametrize("start", [-1, 3])
 @pytest.mark.parametrize("chunk", [16, 17, 33])
 def test_chunked_prefill_matches(
-    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, chunk: int
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, chunk: int, start: int
 ) -> None:
     monkeypatch.setattr("miles_core.engines.scheduler.STEP_TOKENS", chunk)
     requests = generate(
-        make_engine(models["llama"]), [prompt(100, 5), prompt(33, 6)], logprob_start=3
+        make_engine(models["llama"]), [prompt(100, 5), prompt(33, 6)], logprob_start=start
     )
     logprobs = reference(models["llama"])
     assert max(worst(request, logprobs) for request in requests) <= TOLERANCE
+    if start < 0:
+        assert not any(request.input_logprobs for request in requests)
+        return
     for request in requests:
         ids = torch.tensor(request.input_ids)
         wanted = logprobs(request.input_ids)[3:-1].gather(1, ids[4:].unsqueeze(1)).squeeze(1)
@@ -164,3 +169,23 @@ def test_bfloat16_is_close(models: dict[str, Path]) -> None:
     engine = Engine(EngineOptions(models["qwen3"], dtype="bfloat16"), lambda _: None)
     requests = generate(engine, [prompt(40, 8), prompt(9, 9)])
     assert max(worst(r, reference(models["qwen3"])) for r in requests) < 0.5
+
+
+def test_sequences_of_one_length_are_decoded_in_one_run(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(models["qwen3"])
+    decoder = engine.scheduler.decoder
+    runs_of, seen = decoder._runs, []
+
+    def noted(segments: list[Segment]) -> list[Run]:
+        runs = runs_of(segments)
+        seen.append([run.count for run in runs])
+        return runs
+
+    monkeypatch.setattr(decoder, "_runs", noted)
+    lengths = (40, 40, 40, 7, 30, 30, 40)
+    requests = generate(engine, [prompt(n, 20 + i) for i, n in enumerate(lengths)], new=8)
+    assert [3, 1, 2, 1] in seen
+    logprobs = reference(models["qwen3"])
+    assert max(worst(request, logprobs) for request in requests) <= TOLERANCE

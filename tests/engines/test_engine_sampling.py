@@ -56,6 +56,24 @@ def test_a_seed_fixes_the_draw_whatever_the_batch() -> None:
     assert batch[1] == alone[0] != batch[2]
 
 
+def test_a_temperature_near_zero_is_greedy() -> None:
+    params = parse_sampling({"temperature": 1e-300})
+    tokens, logprobs = Sampler(0).draw(LOGITS.unsqueeze(0), [params], [0])
+    assert tokens == [0]
+    assert logprobs[0] == pytest.approx(float(torch.log_softmax(LOGITS, -1)[0]), abs=1e-6)
+
+
+def test_greedy_and_drawn_rows_stand_in_one_batch() -> None:
+    greedy, drawn = SamplingParams(temperature=0), SamplingParams(temperature=2.0)
+    tokens, _ = Sampler(0).draw(LOGITS.repeat(400, 1), [greedy, drawn] * 200, [0] * 400)
+    assert set(tokens[::2]) == {0} and len(set(tokens[1::2])) == len(LOGITS)
+
+
+def test_logits_that_are_no_numbers_show_in_the_logprob() -> None:
+    tokens, logprobs = Sampler(0).draw(LOGITS[None] * float("nan"), [SamplingParams()], [0])
+    assert 0 <= tokens[0] < len(LOGITS) and logprobs[0] != logprobs[0]
+
+
 def test_neutral_values_pass_and_others_are_named() -> None:
     assert parse_sampling({"n": 1, "repetition_penalty": 1.0}) == SamplingParams()
     for name in ("n", "repetition_penalty", "seed"):
