@@ -138,9 +138,9 @@ async def rate_http(
 ) -> float:
     """Tokens per second of one round; every request has a prompt of its own."""
 
-    async def one() -> None:
+    async def one(ids: list[int]) -> None:
         body = {
-            "input_ids": random_ids(prompt),
+            "input_ids": ids,
             "sampling_params": {"max_new_tokens": output, "ignore_eos": True},
             "return_logprob": True,
         }
@@ -148,8 +148,9 @@ async def rate_http(
         if len(answer["output_ids"]) != output:
             raise RuntimeError(f"{len(answer['output_ids'])} tokens instead of {output}")
 
+    prompts = [random_ids(prompt) for _ in range(concurrency)]
     started = time.perf_counter()
-    await asyncio.gather(*(one() for _ in range(concurrency)))
+    await asyncio.gather(*map(one, prompts))
     return concurrency * output / (time.perf_counter() - started)
 
 
@@ -235,7 +236,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="torch threads of server and loop")
     parser.add_argument("--prompt", type=int, default=128, help="prompt tokens of a request")
     parser.add_argument("--output", type=int, default=32, help="generated tokens of a request")
-    parser.add_argument("--repeats", type=int, default=5, help="measured rounds; one more warms up")
+    parser.add_argument(
+        "--repeats", type=int, default=10, help="measured rounds; one more warms up"
+    )
     parser.add_argument(
         "--concurrency", type=int, nargs="+", default=[1, 8, 32], help="requests at once"
     )

@@ -35,7 +35,10 @@ class RequestError(ValueError):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """One request's sampling, with SGLang's names and defaults; temperature 0 is greedy."""
+    """One request's sampling, with SGLang's names and defaults; temperature 0 is greedy.
+
+    `parse_sampling` takes a temperature below GREEDY_BELOW as 0.
+    """
 
     max_new_tokens: int = 128
     temperature: float = 1.0

@@ -36,9 +36,12 @@ class Kept:
     extent: Extent
 
 
-def shared_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    """Length of the longest common prefix."""
+def shared_prefix(a: np.ndarray, b: np.ndarray, beyond: int) -> int:
+    """Length of the longest common prefix, or 0 when it is no longer than `beyond`."""
     size = min(len(a), len(b))
+    # Almost all candidates fall here, without a comparison of the whole.
+    if size <= beyond or a[beyond] != b[beyond]:
+        return 0
     different = np.flatnonzero(a[:size] != b[:size])
     return int(different[0]) if len(different) else size
 
@@ -179,13 +182,14 @@ class Scheduler:
         best: Kept | Request | None = None
         longest = MIN_SHARED - 1
         for kept in self.kept:
-            shared = shared_prefix(ids, kept.tokens)
+            shared = shared_prefix(ids, kept.tokens, longest)
             if shared > longest:
                 best, longest = kept, shared
         for other in self.running:
             if other.epoch != self.epoch:
                 continue
-            shared = shared_prefix(ids, other.tokens[: max(other.computed, len(other.input_ids))])
+            tokens = other.tokens[: max(other.computed, len(other.input_ids))]
+            shared = shared_prefix(ids, tokens, longest)
             if shared > longest:
                 best, longest = other, shared
         return best, longest if best is not None else 0
