@@ -61,7 +61,7 @@ class StaticLoop:
     def __init__(self, directory: Path) -> None:
         from transformers import Qwen3ForCausalLM
 
-        self.model = Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        self.model: Any = Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float32)
         self.config = self.model.config
         self.heads = self.config.num_attention_heads
         self.kv_heads = self.config.num_key_value_heads
@@ -71,7 +71,7 @@ class StaticLoop:
             qkv = torch.cat([a.q_proj.weight, a.k_proj.weight, a.v_proj.weight])
             self.layers.append((layer, qkv, torch.cat([m.gate_proj.weight, m.up_proj.weight])))
 
-    def _norm(self, x: torch.Tensor, module: torch.nn.Module) -> torch.Tensor:
+    def _norm(self, x: torch.Tensor, module: Any) -> torch.Tensor:
         return F.rms_norm(x, (x.shape[-1],), module.weight, self.config.rms_norm_eps)
 
     def forward(self, ids: torch.Tensor, start: int, cache: torch.Tensor) -> torch.Tensor:
