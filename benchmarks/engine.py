@@ -62,9 +62,10 @@ class StaticLoop:
         from transformers import Qwen3ForCausalLM
 
         self.model: Any = Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float32)
-        self.config = self.model.config
-        self.heads = self.config.num_attention_heads
-        self.kv_heads = self.config.num_key_value_heads
+        config: Any = self.model.config
+        self.config = config
+        self.heads = config.num_attention_heads
+        self.kv_heads = config.num_key_value_heads
         self.layers = []
         for layer in self.model.model.layers:
             a, m = layer.self_attn, layer.mlp

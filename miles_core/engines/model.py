@@ -46,7 +46,6 @@ class Decoder:
         self.weights = weights
         self.pool = pool
         self.q_size = shape.heads * shape.head_dim
-        self.kv_size = shape.kv_heads * shape.head_dim
         # Rotary angles as in Su et al., 2021 (arXiv:2104.09864), halves paired (i, i + d/2).
         exponent = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
         angles = torch.outer(
