@@ -5,37 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import socket
 import sys
 import threading
 from pathlib import Path
-from types import FrameType
 
 import uvicorn
 
-from miles_core.engines.process import bind, watch_parent, write_ready_file
 from miles_core.errors import UserError
-
-
-class _Server(uvicorn.Server):
-    """uvicorn that writes the ready file once it serves."""
-
-    def __init__(self, config: uvicorn.Config, ready_file: Path | None, address: tuple) -> None:
-        super().__init__(config)
-        self.ready_file = ready_file
-        self.address = address
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Shut down cleanly; unlike uvicorn's own, do not raise the signal again afterwards."""
-        self.should_exit = True
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            host, port = self.address
-            if self.ready_file is not None:
-                write_ready_file(self.ready_file, host, port)
-            print(f"engine serves on http://{host}:{port}", file=sys.stderr, flush=True)
+from miles_core.serving import Server, bind, exit_status
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -90,21 +67,16 @@ def serve(args: argparse.Namespace) -> int:
     )
     failed = threading.Event()
 
-    def end() -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-
     def died(_: BaseException) -> None:
         failed.set()
-        end()
+        os.kill(os.getpid(), signal.SIGTERM)
 
     engine = Engine(options, on_death=died)
     app = EngineApp(engine, served_name=options.model.name)
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=2
     )
-    server = _Server(config, args.ready_file, listener.getsockname()[:2])
-    if args.parent_pid is not None:
-        watch_parent(args.parent_pid, end)
+    server = Server(config, args.ready_file, args.parent_pid)
     # The HTTP thread must not wait long for the engine's thread, which holds the lock in bursts.
     sys.setswitchinterval(0.001)
     engine.start()
@@ -114,13 +86,13 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; exit status 2 for a mistake of the caller."""
+    """Entry point; exit status 2 for a mistake of the caller, 75 for a port in use."""
     args = _parser().parse_args(argv)
     try:
         return serve(args)
     except UserError as error:
         print(f"engine: {error}", file=sys.stderr)
-        return 2
+        return exit_status(error)
 
 
 if __name__ == "__main__":

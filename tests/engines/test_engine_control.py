@@ -18,6 +18,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from miles_core.engines.client import EngineClient, EngineError
+from miles_core.serving import EXIT_BUSY
 
 PROMPT = list(range(20, 40))
 LONG = {"max_new_tokens": 450, "ignore_eos": True}
@@ -237,7 +238,7 @@ def test_a_port_in_use_ends_at_once(models: dict[str, Path]) -> None:
         holder.listen()
         port = str(holder.getsockname()[1])
         result = _run("--model", str(models["qwen3"]), "--port", port)
-    assert result.returncode == 2
+    assert result.returncode == EXIT_BUSY
     assert f"port {port}" in result.stderr and "--port" in result.stderr
     assert "Traceback" not in result.stderr
 
