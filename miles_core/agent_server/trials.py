@@ -10,7 +10,7 @@ import asyncio
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,6 +45,7 @@ class Record:
     created: float
     renewed: float
     phase: Phase = Phase.QUEUED
+    phase_began: float = field(default_factory=time.monotonic)
     waiting: int = 0
     end_cause: Cause | None = None
     end_detail: str = ""
@@ -64,6 +65,8 @@ class TrialManager:
         self._live: dict[str, Record] = {}
         self._leases: asyncio.Task[None] | None = None
         self.stopping = asyncio.Event()
+        self.watchers: list[Callable[[Record], None]] = []
+        """Called with each trial that has ended, after its result was kept."""
 
     # ---- life of the server --------------------------------------------------------
 
@@ -172,16 +175,20 @@ class TrialManager:
         queued = sum(record.phase is Phase.QUEUED for record in self._live.values())
         return len(self._live) - queued, queued
 
+    def live(self) -> list[Record]:
+        """The trials that have not ended, the oldest first, to be read and not changed."""
+        return list(self._live.values())
+
     # ---- inside --------------------------------------------------------------------
 
     async def _run(self, record: Record) -> None:
         """The life of one trial: it always ends with a result."""
         try:
             async with self._slots:
-                record.phase = Phase.ENVIRONMENT
+                record.phase, record.phase_began = Phase.ENVIRONMENT, time.monotonic()
 
                 def enter(phase: Phase) -> None:
-                    record.phase = phase
+                    record.phase, record.phase_began = phase, time.monotonic()
 
                 result = await self._runner.run(record.trial_id, record.request, enter)
         except asyncio.CancelledError:
@@ -202,6 +209,8 @@ class TrialManager:
         finally:
             record.ended.set()
             self._live.pop(record.trial_id, None)
+            for watcher in self.watchers:
+                watcher(record)
 
     def _end(self, record: Record, cause: Cause, detail: str) -> None:
         if record.task is not None and record.end_cause is None and not record.ended.is_set():
