@@ -31,6 +31,12 @@ from miles_core.verdicts import Cause, Verdict
 LEASE_CHECK_S = 0.5
 CANCEL_WAIT_S = 50.0
 
+SHOWN = {
+    *("model", "sampling_params", "max_seq_len", "max_turns", "lease_s"),
+    *("session_server_id", "session_server_instance_id"),
+}
+"""What is kept of a request for people to see: `base_url` holds a secret, and metadata may."""
+
 
 class UnknownTrial(LookupError):
     """No trial of this id was ever started here."""
@@ -116,6 +122,7 @@ class TrialManager:
             "agent_name": request.agent_name,
             "session_server_instance_id": request.session_server_instance_id,
             "created_at": time.time(),
+            "request": request.model_dump(include=SHOWN, exclude_none=True),
         }
         write_file(self._dir / trial_id / "started.json", orjson.dumps(started))
         record.task = asyncio.create_task(self._run(record), name=f"trial-{trial_id}")
