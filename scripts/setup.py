@@ -26,8 +26,6 @@ ENVIRONMENTS = (
 SYSTEM_COMMANDS = {
     "bwrap": "bubblewrap",
     "unshare": "util-linux",
-    "nsenter": "util-linux",
-    "setpriv": "util-linux",
     "prlimit": "util-linux",
 }
 PROBE = "import sys, venv, ensurepip, ssl, sqlite3, ctypes; print(*sys.version_info[:2])"

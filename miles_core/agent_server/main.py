@@ -131,6 +131,7 @@ def run(args: argparse.Namespace, listener: socket.socket, dashboard: socket.soc
 
     quiet_libraries(args.trials_dir)
     from miles_core.agent_server.agents import AGENTS, load_agent_config
+    from miles_core.agent_server.inside.seccomp import missing as no_filter
     from miles_core.agent_server.sandbox.cgroups import CgroupTree
     from miles_core.agent_server.sandbox.system import make_base
     from miles_core.agent_server.settings import BUBBLEWRAP, ServerSettings
@@ -157,7 +158,7 @@ def run(args: argparse.Namespace, listener: socket.socket, dashboard: socket.soc
     health: dict[str, Any] = {
         "capacity": settings.max_concurrent,
         "sandbox": settings.sandbox,
-        "limits": tree.limits if tree else {},
+        "limits": {**tree.limits, "seccomp": no_filter() or "filter"} if tree else {},
         "harbor_version": importlib.metadata.version("harbor"),
         "agent_timeout_s": settings.agent_timeout_s,
         "trial_timeout_s": settings.trial_timeout_s,

@@ -27,7 +27,7 @@ from miles_core.agent_server.agents import AGENTS, HOST_AGENTS, JOBS, MINI, Agen
 from miles_core.agent_server.protocol import Phase, TrialRequest, TrialResult
 from miles_core.agent_server.sandbox.cgroups import CgroupTree
 from miles_core.agent_server.sandbox.environment import HOSTS, SandboxHost
-from miles_core.agent_server.sandbox.forks import AgentForks
+from miles_core.agent_server.sandbox.forks import Helpers
 from miles_core.agent_server.sandbox.system import agent_binds
 from miles_core.agent_server.settings import BUBBLEWRAP, ServerSettings
 from miles_core.agent_server.tasks import TaskProblem, TaskSet, check_for_bubblewrap, one_line
@@ -50,7 +50,7 @@ class Runner:
 
     def __init__(self, settings: ServerSettings, base: Path | None, tree: CgroupTree | None):
         self.settings = settings
-        self._forks = AgentForks()
+        self._helpers = Helpers()
         self.tasks = TaskSet(settings.tasks_dir)
         self._base = base
         self._tree = tree
@@ -58,11 +58,11 @@ class Runner:
     async def open(self) -> None:
         """Load the agent where it is run from here; raises SandboxError."""
         if self.settings.sandbox == BUBBLEWRAP:
-            await self._forks.start()
+            await self._helpers.start()
 
     def close(self) -> None:
         """End what `open` started."""
-        self._forks.close()
+        self._helpers.close()
 
     async def run(
         self, trial_id: str, request: TrialRequest, on_phase: Callable[[Phase], None]
@@ -151,7 +151,7 @@ class Runner:
                     Cause.AGENT_SETUP_FAILED, "base_url must be http://HOST:PORT/... for a relay"
                 )
             relays.append((port, url.hostname, port))
-        return SandboxHost(trial_id, self._base, self._tree, agent_binds(), relays, self._forks)
+        return SandboxHost(trial_id, self._base, self._tree, agent_binds(), relays, self._helpers)
 
     async def _create(self, trial_id: str, task: Task, request: TrialRequest) -> Trial:
         try:

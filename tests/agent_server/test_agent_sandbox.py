@@ -119,3 +119,45 @@ def test_agent_that_ends_everything_is_graded(server: Server) -> None:
     finally:
         model.close()
     assert result.reward == 1.0, result.verdict
+
+
+SYSCALLS = """python3 - <<'EOF'
+import ctypes, errno, socket, threading
+libc = ctypes.CDLL(None, use_errno=True)
+def call(*numbers):
+    result = libc.syscall(*[ctypes.c_long(number) for number in numbers])
+    return "went through" if result >= 0 else errno.errorcode[ctypes.get_errno()]
+print("keys", call(250, 0, -3, 0))
+print("mount", call(165, 0, 0, 0, 0, 0))
+print("bpf", call(321, 0, 0, 0))
+print("clone3", call(435, 0, 0))
+print("io_uring", call(425, 1, 0))
+print("user namespace", call(272, 0x10000000))
+print("clone", call(56, 0x10000011, 0, 0, 0, 0))
+for name, family in [("vsock", 40), ("alg", 38), ("packet", 17)]:
+    try:
+        socket.socket(family, socket.SOCK_STREAM)
+        print(name, "went through")
+    except OSError as error:
+        print(name, errno.errorcode[error.errno])
+for family in (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6):
+    socket.socket(family, socket.SOCK_STREAM).close()
+made = threading.Thread(target=print, args=("thread", "works"))
+made.start(); made.join()
+EOF"""
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="numbers of one architecture")
+def test_system_calls_that_no_task_needs_are_refused(server: Server) -> None:
+    status, calls, shell = outputs(
+        server, ["grep Seccomp: /proc/self/status", SYSCALLS, "unshare --user true; echo $?"]
+    )
+    assert "Seccomp:\t2" in status
+    seen = dict(line.rsplit(" ", 1) for line in calls.splitlines() if " " in line)
+    assert {name: seen[name] for name in ("keys", "mount", "bpf", "user namespace", "clone")} == (
+        dict.fromkeys(("keys", "mount", "bpf", "user namespace", "clone"), "EPERM")
+    )
+    assert seen["clone3"] == seen["io_uring"] == "ENOSYS"
+    assert seen["vsock"] == seen["alg"] == seen["packet"] == "EAFNOSUPPORT"
+    assert seen["thread"] == "works"
+    assert "1" in shell and "not permitted" in shell.lower()

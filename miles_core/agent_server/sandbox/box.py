@@ -13,7 +13,6 @@ import contextlib
 import json
 import os
 import shlex
-import shutil
 import signal
 import socket
 from collections.abc import Callable
@@ -21,17 +20,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from miles_core.agent_server.sandbox import cgroups, processes
+from miles_core.agent_server.sandbox import cgroups
 from miles_core.agent_server.sandbox.accounts import ROOT, Account
 from miles_core.agent_server.sandbox.errors import SandboxError
-from miles_core.agent_server.sandbox.forks import AgentForks
+from miles_core.agent_server.sandbox.forks import Forks, Helpers
 from miles_core.agent_server.sandbox.lookups import ADDRESS, Lookups
 from miles_core.agent_server.sandbox.relay import Relay, listen_inside, socket_inside
-from miles_core.agent_server.sandbox.streams import OUTPUT_LIMIT, Completed, Streams, pipes
+from miles_core.agent_server.sandbox.streams import OUTPUT_LIMIT, Completed, pipes
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-NSENTER = shutil.which("nsenter") or "nsenter"
-SETPRIV = shutil.which("setpriv") or "setpriv"
 STAGE = "/mnt"
 
 CAPABILITIES = {
@@ -73,9 +70,12 @@ class BoxSettings:
 class Box:
     """A running sandbox. `start` makes it, `run` runs commands in it, `close` ends all of it."""
 
-    def __init__(self, name: str, settings: BoxSettings, tree: cgroups.CgroupTree) -> None:
+    def __init__(
+        self, name: str, settings: BoxSettings, tree: cgroups.CgroupTree, helpers: Helpers
+    ) -> None:
         self.name = name
         self.settings = settings
+        self._helpers = helpers
         self._tree = tree
         self._cgroups: list[Path] = []
         self._holder: asyncio.subprocess.Process | None = None
@@ -195,33 +195,15 @@ exec {shlex.join(bwrap)}
         When the time is up, or this call is cancelled, the command ends with all its descendants.
         A process that it had put into the background before, as a child of init, lives on.
         """
-        if not self.alive:
-            raise SandboxError("the sandbox is gone")
-        process = await asyncio.create_subprocess_exec(
-            *["/bin/sh", "-c", f'{self._join_script()}exec "$@"', "sandbox"],
-            *self._enter(user),
-            *["/bin/sh", "-c", 'cd -- "$0" && exec "$@"', cwd, *argv],
-            env={"PATH": PATH, "LANG": "C.UTF-8", **(env or {})},
-            stdin=asyncio.subprocess.DEVNULL if stdin is None else asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,
-        )
+        order = {"argv": argv, "process": _process(user, env or {}, cwd)}
         try:
             async with asyncio.timeout(timeout_s):
-                assert process.stdout and process.stderr
-                streams = Streams(process.stdin, process.stdout, process.stderr)
-                return await streams.communicate(process.wait(), stdin, limit)
+                return await self._fork(self._helpers.commands, order, stdin, limit)
         except TimeoutError:
             return Completed(124, err=f"ended after {timeout_s} s".encode())
-        finally:
-            if process.returncode is None:
-                processes.end_tree(process.pid)
-                await process.wait()
 
     async def run_agent(
         self,
-        forks: AgentForks,
         job: dict[str, Any],
         *,
         env: dict[str, str],
@@ -229,39 +211,30 @@ exec {shlex.join(bwrap)}
         user: Account,
         on_line: Callable[[bytes], None],
     ) -> Completed:
-        """Run the agent of a job, forked into this sandbox, and wait for it.
+        """Run the agent of a job in this sandbox, and wait for it.
 
         `on_line` is given each line of the standard output as it comes. When this call is
         cancelled, the agent ends with all its descendants, as in `run`.
         """
+        order = {"job": job, "process": _process(user, env, cwd)}
+        return await self._fork(self._helpers.agents, order, None, OUTPUT_LIMIT, on_line)
+
+    async def _fork(
+        self,
+        forks: Forks,
+        order: dict[str, Any],
+        stdin: bytes | None,
+        limit: int,
+        on_line: Callable[[bytes], None] | None = None,
+    ) -> Completed:
         if self._pid is None or not self.alive:
             raise SandboxError("the sandbox is gone")
-        process = {
-            "env": {"PATH": PATH, "LANG": "C.UTF-8", **env},
-            "cwd": cwd,
-            "uid": user.uid,
-            "gid": user.gid,
-            "groups": user.groups,
-            "capabilities": sum(1 << CAPABILITIES[name] for name in CAPABILITIES),
-        }
-        order = json.dumps({"process": process, "job": job}).encode()
-        async with pipes() as (streams, standard):
-            fork = await forks.fork(self._pid, standard, self._cgroups)
+        async with pipes(stdin is not None) as (streams, standard):
+            fork = await forks.fork(self._pid, order, standard, self._cgroups)
             try:
-                return await streams.communicate(fork.ended, order, OUTPUT_LIMIT, on_line)
+                return await streams.communicate(fork.ended, stdin, limit, on_line)
             finally:
                 fork.end()
-
-    def _enter(self, user: Account) -> list[str]:
-        """The words before a command; absolute, since the PATH is the task's."""
-        bounding = "-all," + ",".join("+" + name.lower() for name in CAPABILITIES)
-        words = [NSENTER, "-t", str(self._pid), "-U", "-m", "-p", "-n", "-i", "-u", "-r"]
-        words += [SETPRIV, "--no-new-privs", f"--bounding-set={bounding}", "--inh-caps=-all"]
-        if user != ROOT:
-            words += ["--reuid", str(user.uid), "--regid", str(user.gid)]
-            groups = ",".join(map(str, user.groups))
-            words.append(f"--groups={groups}" if groups else "--clear-groups")
-        return words
 
     def kill(self) -> None:
         """End every process of the sandbox, at once."""
@@ -284,3 +257,15 @@ exec {shlex.join(bwrap)}
             await self._holder.wait()
         for directory in self._cgroups:
             await asyncio.to_thread(cgroups.remove, directory)
+
+
+def _process(user: Account, env: dict[str, str], cwd: str) -> dict[str, Any]:
+    """What a process in a sandbox is to take on (`inside/enter.py`)."""
+    return {
+        "env": {"PATH": PATH, "LANG": "C.UTF-8", **env},
+        "cwd": cwd,
+        "uid": user.uid,
+        "gid": user.gid,
+        "groups": user.groups,
+        "capabilities": sum(1 << CAPABILITIES[name] for name in CAPABILITIES),
+    }

@@ -26,7 +26,7 @@ from miles_core.agent_server.sandbox.box import Box, BoxSettings, Completed
 from miles_core.agent_server.sandbox.build import ImageState, build
 from miles_core.agent_server.sandbox.cgroups import CgroupTree, Limits
 from miles_core.agent_server.sandbox.errors import SandboxError, SandboxUnsupported
-from miles_core.agent_server.sandbox.forks import AgentForks
+from miles_core.agent_server.sandbox.forks import Helpers
 
 DEFAULT_MEMORY_MB = 4096
 DEFAULT_DISK_MB = 2048
@@ -118,9 +118,8 @@ class BubblewrapEnvironment(BaseEnvironment):
             relays=self._host.relays,
             on_name=self._host.looked_up,
         )
-        self._box = Box(
-            f"{self._host.trial_id}-{self._host.next_index()}", settings, self._host.tree
-        )
+        name = f"{self._host.trial_id}-{self._host.next_index()}"
+        self._box = Box(name, settings, self._host.tree, self._host.helpers)
         await self._box.start()
         await build(self, self.environment_dir)
         self.image.workdir = self.task_env_config.workdir or self.image.workdir
@@ -169,7 +168,6 @@ class BubblewrapEnvironment(BaseEnvironment):
         """Run the agent that this host has loaded, as the user of the phase."""
         account = await self._account(self._resolve_user(None))
         return await self.box.run_agent(
-            self._host.forks,
             job,
             env={"HOME": account.home, **self.image.env, **(self._merge_env(None) or {})},
             cwd=self.image.workdir,
@@ -263,14 +261,14 @@ class SandboxHost:
         tree: CgroupTree,
         binds: list[tuple[str, str]],
         relays: list[tuple[int, str, int]],
-        forks: AgentForks,
+        helpers: Helpers,
     ) -> None:
         self.trial_id = trial_id
         self.base = base
         self.tree = tree
         self.binds = binds
         self.relays = relays
-        self.forks = forks
+        self.helpers = helpers
         self.environments: list[BubblewrapEnvironment] = []
         self.phase = Phase.ENVIRONMENT
         self.names: dict[Phase, list[str]] = {}

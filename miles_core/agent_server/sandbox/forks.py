@@ -1,8 +1,10 @@
-"""Agents as forks of one process that has their code loaded: no import is paid for in a trial.
+"""Processes of sandboxes as forks of two helpers: one for commands, one with the agent loaded.
 
-The process (`inside/fork_agents.py`) sees what a sandbox shows of the agent, at the same paths
-and read-only, and nothing else of the host. It is not dumpable: what runs in a sandbox cannot
-trace its forks or reach the host's Python through them, though they were not executed inside.
+A fork enters a sandbox in a fraction of the time that a chain of programs takes, and for an agent
+no import is paid for in a trial. The helpers (`inside/fork_commands.py`, `inside/fork_agents.py`)
+see what a sandbox shows of the agent, at the same paths and read-only, and nothing else of the
+host. They are not dumpable: what runs in a sandbox cannot trace their forks or reach the host's
+Python through them, though these were not executed inside.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import os
 import signal
 import socket
 import subprocess
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +34,7 @@ LOAD_LIMIT_S = 60.0
 
 
 class Fork:
-    """One agent. `ended` is its exit status, or the SandboxError of a status that is lost."""
+    """One process. `ended` is its exit status, or the SandboxError of a status that is lost."""
 
     def __init__(self, pid: int, pidfd: int, ended: asyncio.Future[int]) -> None:
         self.pid = pid
@@ -39,7 +42,7 @@ class Fork:
         self._pidfd = pidfd
 
     def end(self) -> None:
-        """SIGKILL the agent with all that descends from it, if it is alive; call once."""
+        """SIGKILL the process with all that descends from it, if it is alive; call once."""
         try:
             # Stopped, it cannot be waited for, so its pid stays its own.
             signal.pidfd_send_signal(self._pidfd, signal.SIGSTOP)
@@ -50,10 +53,12 @@ class Fork:
             os.close(self._pidfd)
 
 
-class AgentForks:
-    """The process of one server that has the agent loaded; it is started again when it died."""
+class Forks:
+    """A helper of one server; it is started again when it died. `program` is its script of
+    `inside/` with what follows the socket on its command line."""
 
-    def __init__(self) -> None:
+    def __init__(self, *program: str) -> None:
+        self._program = program
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._loaded: asyncio.Future[None] | None = None
@@ -69,15 +74,17 @@ class AgentForks:
             await asyncio.wait_for(asyncio.shield(self._loaded), LOAD_LIMIT_S)
         except TimeoutError:
             self._end()
-            raise SandboxError(f"the agent's code was not loaded in {LOAD_LIMIT_S:.0f} s") from None
+            name = self._program[0]
+            raise SandboxError(f"{name} was not loaded in {LOAD_LIMIT_S:.0f} s") from None
 
     def _launch(self) -> None:
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            program = [agent_python(), "-I", "-S", f"{AGENT_CODE}/fork_agents.py"]
+            script, *arguments = self._program
+            python = [agent_python(), "-I", "-S", f"{AGENT_CODE}/{script}"]
             self._process = subprocess.Popen(
-                [*_view(), *program, AGENT_PACKAGES, str(theirs.fileno())],
+                [*_view(), *python, str(theirs.fileno()), *arguments],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
             )
@@ -116,11 +123,13 @@ class AgentForks:
             else:
                 asked.set_result(fork)
 
-    async def fork(self, box: int, standard: list[int], cgroups: list[Path]) -> Fork:
-        """An agent in the sandbox whose first process is `box`; raises SandboxError.
+    async def fork(
+        self, box: int, order: dict[str, Any], standard: list[int], cgroups: list[Path]
+    ) -> Fork:
+        """A process in the sandbox whose first process is `box`; raises SandboxError.
 
-        `standard` holds the descriptors of its standard input, output and error, which this
-        call closes here.
+        `order` says what it is to be. `standard` holds the descriptors of its standard input,
+        output and error, which this call closes here.
         """
         with contextlib.ExitStack() as stack:
             for descriptor in standard:
@@ -135,25 +144,29 @@ class AgentForks:
             joined = [
                 stack.enter_context(open(directory / "cgroup.procs", "wb")) for directory in cgroups
             ]
-            given = [sandbox, *standard, *(file.fileno() for file in joined)]
+            orders = stack.enter_context(open(os.memfd_create("order"), "wb"))
+            orders.write(json.dumps(order).encode())
+            orders.flush()
+            orders.seek(0)
+            given = [sandbox, orders.fileno(), *standard, *(file.fileno() for file in joined)]
             asked: asyncio.Future[Fork] = asyncio.get_running_loop().create_future()
             self._asked.append(asked)
             try:
                 socket.send_fds(self._socket, [b"fork"], given)
             except OSError as error:
                 self._end()
-                raise SandboxError(f"the process of the agents is gone: {error}") from error
+                raise SandboxError(f"{self._program[0]} is gone: {error}") from error
         return await asked
 
     def _end(self) -> None:
-        """End the process; agents that it had forked are told of by an error."""
+        """End the helper; what it had forked is told of by an error."""
         if self._socket is None or self._process is None or self._loaded is None:
             return
         asyncio.get_running_loop().remove_reader(self._socket)
         self._socket.close()
         self._process.kill()
         code = self._process.wait()
-        error = SandboxError(f"the process of the agents ended with {code}")
+        error = SandboxError(f"{self._program[0]} ended with {code}")
         waiting: list[asyncio.Future[Any]] = [self._loaded, *self._asked, *self._alive.values()]
         for future in waiting:
             if not future.done():
@@ -166,6 +179,23 @@ class AgentForks:
     def close(self) -> None:
         """End the process. Safe to call twice."""
         self._end()
+
+
+@dataclass
+class Helpers:
+    """The two helpers of one server."""
+
+    commands: Forks = field(default_factory=lambda: Forks("fork_commands.py"))
+    agents: Forks = field(default_factory=lambda: Forks("fork_agents.py", AGENT_PACKAGES))
+
+    async def start(self) -> None:
+        """Start both; raises SandboxError."""
+        await asyncio.gather(self.commands.start(), self.agents.start())
+
+    def close(self) -> None:
+        """End both. Safe to call twice."""
+        self.commands.close()
+        self.agents.close()
 
 
 def _view() -> list[str]:

@@ -27,7 +27,7 @@ class Completed:
 class Streams:
     """Our ends of the streams of one program."""
 
-    stdin: asyncio.StreamWriter | None
+    stdin: asyncio.StreamWriter
     stdout: asyncio.StreamReader
     stderr: asyncio.StreamReader
 
@@ -54,7 +54,7 @@ class Streams:
             await asyncio.gather(*readers, return_exceptions=True)
 
     async def _feed(self, data: bytes | None) -> None:
-        if data is None or self.stdin is None:
+        if data is None:
             return
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.stdin.write(data)
@@ -63,8 +63,11 @@ class Streams:
 
 
 @contextlib.asynccontextmanager
-async def pipes() -> AsyncIterator[tuple[Streams, list[int]]]:
-    """Streams, and the descriptors of a program's ends of them, which the caller closes."""
+async def pipes(with_input: bool) -> AsyncIterator[tuple[Streams, list[int]]]:
+    """Streams, and the descriptors of a program's ends of them, which the caller closes.
+
+    Without input, the program reads an end of file at once.
+    """
     loop = asyncio.get_running_loop()
     stdin, stdin_ours = os.pipe()
     stdout_ours, stdout = os.pipe()
@@ -85,6 +88,8 @@ async def pipes() -> AsyncIterator[tuple[Streams, list[int]]]:
     )
     transports.append(transport)
     writer = asyncio.StreamWriter(transport, protocol, None, loop)
+    if not with_input:
+        writer.close()
     streams = Streams(writer, await reader(stdout_ours), await reader(stderr_ours))
     try:
         yield streams, [stdin, stdout, stderr]

@@ -12,7 +12,7 @@ from pathlib import Path
 from miles_core.agent_server.sandbox.errors import SandboxError
 from miles_core.agent_server.sandbox.lookups import RESOLV_CONF
 
-TOOLS = ("bwrap", "unshare", "nsenter", "setpriv", "mount")
+TOOLS = ("bwrap", "unshare", "mount")
 
 _ETC_COPIED = (
     "adduser.conf alternatives bash.bashrc ca-certificates.conf debconf.conf debian_version "
