@@ -76,6 +76,34 @@ def test_what_the_agent_did_not_do_is_graded(server: Server, tasks: Path, kind: 
     assert (result.verdict.kind, result.reward) == (VerdictKind.GRADED, reward), result.verdict
 
 
+def test_what_the_agent_left_running_does_not_excuse_it(server: Server, tasks: Path) -> None:
+    """A daemon that asks for names while the verifier runs cannot turn a zero into no verdict."""
+    daemon = (
+        "until [ -e /tmp/go ]; do sleep 0.1; done; getent hosts left.example.org; touch /tmp/asked"
+    )
+    solve = f"#!/bin/bash\n(setsid bash -c '{daemon}' >/dev/null 2>&1 &)\n"
+    test = "#!/bin/bash\ntouch /tmp/go\nuntil [ -e /tmp/asked ]; do sleep 0.1; done\n"
+    test += "echo 0 > /logs/verifier/reward.txt\n"
+    make_task(tasks, "left-asking", solve=solve, test=test)
+    result = server.run("left-asking")
+    assert (result.verdict.kind, result.reward) == (VerdictKind.GRADED, 0.0), result.verdict
+
+
+def test_a_task_may_have_a_name_server_of_its_own(server: Server, tasks: Path) -> None:
+    serve = "import socket; s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); "
+    serve += "s.bind((chr(48) + '.0.0.0', 53)); open('/tmp/up', 'w').close(); "
+    serve += "d, a = s.recvfrom(99); s.sendto(d, a)"
+    solve = f'#!/bin/bash\n(setsid python3 -c "{serve}" >/tmp/log 2>&1 &)\n'
+    solve += (
+        "for i in $(seq 50); do [ -e /tmp/up ] && exit 0; sleep 0.1; done; cat /tmp/log; exit 1\n"
+    )
+    ask = "import socket; s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); s.settimeout(5); "
+    ask += "s.sendto(b'hello', ('127.0.0.1', 53)); assert s.recv(99) == b'hello'"
+    test = f'#!/bin/bash\npython3 -c "{ask}" && r=1 || r=0\necho $r > /logs/verifier/reward.txt\n'
+    make_task(tasks, "name-server", solve=solve, test=test)
+    assert server.run("name-server").reward == 1.0
+
+
 def test_network_of_the_build_and_of_the_solution(server: Server, tasks: Path) -> None:
     quiet = "FROM debian\nCOPY look.py /\nRUN python3 /look.py || true\nWORKDIR /app\n"
     make_task(tasks, "quiet-build", toml=OLD, dockerfile=quiet)

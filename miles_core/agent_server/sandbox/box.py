@@ -22,9 +22,10 @@ from typing import Any
 
 from miles_core.agent_server.sandbox import cgroups
 from miles_core.agent_server.sandbox.accounts import ROOT, Account
+from miles_core.agent_server.sandbox.askers import asked_by
 from miles_core.agent_server.sandbox.errors import SandboxError
 from miles_core.agent_server.sandbox.forks import Forks, Helpers
-from miles_core.agent_server.sandbox.lookups import ADDRESS, Lookups
+from miles_core.agent_server.sandbox.lookups import ADDRESSES, Lookups
 from miles_core.agent_server.sandbox.relay import Relay, listen_inside, socket_inside
 from miles_core.agent_server.sandbox.streams import OUTPUT_LIMIT, Completed, pipes
 
@@ -63,8 +64,9 @@ class BoxSettings:
     binds: list[tuple[str, str]] = field(default_factory=list)
     relays: list[tuple[int, str, int]] = field(default_factory=list)
     """(port inside, host, port outside)"""
-    on_name: Callable[[str], None] = lambda name: None
-    """Told each public name that a program in the sandbox looks up."""
+    on_name: Callable[[str, bool], None] = lambda name, by_command: None
+    """Told each public name that a program in the sandbox looks up, and whether the program
+    belongs to a command that is being run; else it was left behind by an earlier one."""
 
 
 class Box:
@@ -82,6 +84,7 @@ class Box:
         self._pid: int | None = None
         self._relays: list[Relay] = []
         self._lookups: Lookups | None = None
+        self._running: set[int] = set()
         self._closed = False
 
     async def start(self) -> None:
@@ -117,10 +120,20 @@ class Box:
             self._relays.append(relay)
             await relay.start()
         if os.geteuid() == 0:  # only root may enter a sandbox's network
-            lookups = self._lookups = Lookups(self.settings.on_name)
-            names = socket_inside(self._pid, socket.SOCK_DGRAM, ADDRESS)
-            loop = asyncio.get_running_loop()
-            await loop.create_datagram_endpoint(lambda: lookups, sock=names)
+            await self._answer_lookups(self._pid)
+
+    async def _answer_lookups(self, pid: int) -> None:
+        lookups = self._lookups = Lookups(self._looked_up)
+        try:
+            names = socket_inside(pid, socket.SOCK_DGRAM, ADDRESSES[0])
+        except SandboxError:  # a kernel without IPv6
+            names = socket_inside(pid, socket.SOCK_DGRAM, ADDRESSES[1])
+        loop = asyncio.get_running_loop()
+        await loop.create_datagram_endpoint(lambda: lookups, sock=names)
+
+    def _looked_up(self, name: str, port: int) -> None:
+        if self._pid is not None:
+            self.settings.on_name(name, asked_by(self._running, self._pid, port))
 
     async def _map_ids(self, pid: int) -> None:
         """Give the new user namespace its ids: all of the first 65536 for root, else one's own."""
@@ -231,9 +244,11 @@ exec {shlex.join(bwrap)}
             raise SandboxError("the sandbox is gone")
         async with pipes(stdin is not None) as (streams, standard):
             fork = await forks.fork(self._pid, order, standard, self._cgroups)
+            self._running.add(fork.pid)
             try:
                 return await streams.communicate(fork.ended, stdin, limit, on_line)
             finally:
+                self._running.discard(fork.pid)
                 fork.end()
 
     def kill(self) -> None:

@@ -278,7 +278,10 @@ class SandboxHost:
     def opened(self, environment: BubblewrapEnvironment) -> None:
         self.environments.append(environment)
 
-    def looked_up(self, name: str) -> None:
+    def looked_up(self, name: str, by_command: bool) -> None:
+        """Note a name; in the verifier's phase what the agent left running does not count."""
+        if self.phase is Phase.VERIFIER and not by_command:
+            return
         names = self.names.setdefault(self.phase, [])
         if name not in names and len(names) < NAMES_LIMIT:
             names.append(name)

@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Callable
-from typing import override
+from typing import Any, override
 
-ADDRESS = ("127.0.0.53", 53)
-"""Where it listens: the address of a local stub resolver, apart from one a task may start."""
+ADDRESSES = (("::1", 53), ("127.0.0.53", 53))
+"""Where it may listen: the first that the kernel has. Over IPv6 a task can still start a name
+server of its own on every IPv4 address."""
 
-RESOLV_CONF = f"nameserver {ADDRESS[0]}\noptions timeout:1 attempts:1\n"
+RESOLV_CONF = "".join(f"nameserver {host}\n" for host, _ in ADDRESSES)
+RESOLV_CONF += "options timeout:1 attempts:1\n"
 
 _HEADER = struct.Struct("!6H")
 _RESPONSE, _KEPT, _SERVFAIL = 0x8000, 0x7900, 2
@@ -47,9 +49,9 @@ def is_public(name: str) -> bool:
 
 
 class Lookups(asyncio.DatagramProtocol):
-    """Answers queries, and gives each name to `on_name`."""
+    """Answers queries, and gives each public name to `on_name`, with the port that asks."""
 
-    def __init__(self, on_name: Callable[[str], None]) -> None:
+    def __init__(self, on_name: Callable[[str, int], None]) -> None:
         self._on_name = on_name
         self._transport: asyncio.DatagramTransport | None = None
 
@@ -59,12 +61,12 @@ class Lookups(asyncio.DatagramProtocol):
         self._transport = transport
 
     @override
-    def datagram_received(self, data: bytes, addr: tuple[str, int]) -> None:
+    def datagram_received(self, data: bytes, addr: tuple[str | Any, int]) -> None:
         name = question(data)
         if name is None or self._transport is None:
             return
         if is_public(name):
-            self._on_name(name)
+            self._on_name(name, addr[1])
         number, flags, count, _, _, _ = _HEADER.unpack_from(data)
         answer = _HEADER.pack(number, _RESPONSE | flags & _KEPT | _SERVFAIL, count, 0, 0, 0)
         at = _HEADER.size

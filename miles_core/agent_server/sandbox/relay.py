@@ -30,7 +30,7 @@ def listen_inside(pid: int, port: int) -> socket.socket:
 
 
 def socket_inside(pid: int, kind: socket.SocketKind, address: tuple[str, int]) -> socket.socket:
-    """A socket bound in the network namespace of `pid`; raises SandboxError.
+    """A socket bound in the network namespace of `pid`; raises SandboxError. IPv6 is IPv6 alone.
 
     The kernel lets a thread enter the network namespace when it is privileged in the user
     namespace that owns it; root of the host is.
@@ -47,7 +47,10 @@ def socket_inside(pid: int, kind: socket.SocketKind, address: tuple[str, int]) -
                     raise OSError(code, os.strerror(code))
             finally:
                 os.close(fd)
-            bound = socket.socket(socket.AF_INET, kind)
+            family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+            bound = socket.socket(family, kind)
+            if family == socket.AF_INET6:
+                bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind(address)
             bound.setblocking(False)
