@@ -19,6 +19,13 @@ ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 _ID = re.compile(ID_PATTERN)
 MAX_ID_LENGTH = 200
 
+PROBE = "probe"
+"""The agent that looks what an agent could see, and forges rewards; for checks of tasks."""
+
+FORGED_REWARD = 1.625
+"""The value of every reward that `probe` forges: above all usual ones, so that nothing that is
+done about low rewards hides it, and exact in binary."""
+
 
 def valid_id(value: str) -> bool:
     """Whether `value` may name a task or a trial: one path component that is not hidden."""
@@ -69,9 +76,14 @@ class Phase(StrEnum):
 
 
 class AgentMetrics(BaseModel):
-    """Counts and seconds of one trial; a phase that did not run has no time."""
+    """Counts and seconds of one trial; a phase that did not run has no time.
+
+    `turns` counts answered model calls, `tool_calls` the commands that the model asked for. A
+    count is None for an agent that calls no model, and where it is not known.
+    """
 
     turns: int | None = None
+    tool_calls: int | None = None
     n_input_tokens: int | None = None
     n_output_tokens: int | None = None
     env_setup_time: float | None = None
@@ -79,6 +91,7 @@ class AgentMetrics(BaseModel):
     agent_run_time: float | None = None
     eval_time: float | None = None
     total_time: float | None = None
+    probe: dict[str, Any] | None = Field(None, description="Findings of the agent `probe`")
 
 
 class TrialResult(BaseModel):

@@ -8,8 +8,6 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
 
 from harbor.models.task.task import Task
 from harbor.models.trial.config import (
@@ -19,11 +17,12 @@ from harbor.models.trial.config import (
     TrialConfig,
     VerifierConfig,
 )
-from harbor.trial.hooks import TrialEvent
+from harbor.trial.hooks import TrialEvent, TrialHookEvent
 from harbor.trial.trial import Trial
 
 from miles_core.agent_server import settings as bounds
-from miles_core.agent_server.agents import AGENTS, HOST_AGENTS, JOBS, MINI, AgentJob
+from miles_core.agent_server.agents import JOBS, choose, leftovers
+from miles_core.agent_server.agents.outcome import settle
 from miles_core.agent_server.protocol import Phase, TrialRequest, TrialResult
 from miles_core.agent_server.sandbox.cgroups import CgroupTree
 from miles_core.agent_server.sandbox.environment import HOSTS, SandboxHost
@@ -92,18 +91,19 @@ class Runner:
     ) -> TrialResult:
         task = self.tasks.load(request.instance_id)
         self._check(task, request)
-        job = AgentJob(request, self.settings.agent_config)
+        job = choose.job_of(request, self.settings)
         host = self._host(trial_id, request)
         reached = Phase.ENVIRONMENT
 
-        async def enter(event: object) -> None:
+        async def enter(event: TrialHookEvent) -> None:
             nonlocal reached
-            reached = PHASES[event.event]  # type: ignore[attr-defined]
+            reached = PHASES[event.event]
             on_phase(reached)
             if host is not None:
+                await leftovers.enter(reached, job, host, event.result)
                 await host.enter(reached)
 
-        async def leave(event: object) -> None:
+        async def leave(event: TrialHookEvent) -> None:
             on_phase(Phase.TEARDOWN)
 
         JOBS[trial_id] = job
@@ -122,6 +122,7 @@ class Runner:
                 await host.close()
         names = host.names if host is not None else {}
         directories = (task.paths.task_dir, trial.paths.trial_dir)
+        settle(job, trial.result, trial.paths.trial_dir)
         ended = Ended(trial.result, job, reached, *directories, names)
         verdict = decide(ended)
         total = time.monotonic() - started
@@ -129,45 +130,35 @@ class Runner:
         return TrialResult.of(trial_id, verdict, metrics(ended, total), status)
 
     def _check(self, task: Task, request: TrialRequest) -> None:
-        if request.agent_name not in AGENTS:
-            raise TaskProblem(
-                Cause.AGENT_SETUP_FAILED,
-                f"no agent {request.agent_name!r}; there are {', '.join(AGENTS)}",
-            )
-        if request.agent_name == MINI and not request.base_url:
-            raise TaskProblem(Cause.AGENT_SETUP_FAILED, f"{MINI} needs a base_url")
+        choose.check(request)
         if self.settings.sandbox == BUBBLEWRAP:
             check_for_bubblewrap(task, request.agent_name)
 
     def _host(self, trial_id: str, request: TrialRequest) -> SandboxHost | None:
         if self._base is None or self._tree is None:
             return None
-        relays = []
-        if request.agent_name == MINI and request.base_url:
-            url = urlsplit(request.base_url)
-            port = url.port or (443 if url.scheme == "https" else 80)
-            if url.scheme != "http" or not url.hostname:
-                raise TaskProblem(
-                    Cause.AGENT_SETUP_FAILED, "base_url must be http://HOST:PORT/... for a relay"
-                )
-            relays.append((port, url.hostname, port))
+        relays = choose.relays(request)
         return SandboxHost(trial_id, self._base, self._tree, agent_binds(), relays, self._helpers)
 
     async def _create(self, trial_id: str, task: Task, request: TrialRequest) -> Trial:
+        limit = task.config.agent.timeout_sec
+        agent = await choose.agent_config(trial_id, request, self.settings, limit)
         try:
-            return await Trial.create(self._config(trial_id, task, request))
-        except (TypeError, KeyError, OSError):
-            raise
-        except Exception as error:  # Harbor refuses in many ways what an environment cannot give
-            raise TaskProblem(Cause.SANDBOX_UNSUPPORTED, one_line(error, 500)) from error
+            return await Trial.create(self._config(trial_id, task, agent))
+        except Exception as error:  # Harbor refuses in many ways what it cannot give
+            problem = choose.building_problem(error)
+            if problem is None and isinstance(error, (TypeError, KeyError, OSError)):
+                raise
+            text = one_line(error, 500)
+            raise problem or TaskProblem(Cause.SANDBOX_UNSUPPORTED, text) from error
 
-    def _config(self, trial_id: str, task: Task, request: TrialRequest) -> TrialConfig:
+    def _config(self, trial_id: str, task: Task, agent: AgentConfig) -> TrialConfig:
         build = task.config.environment.build_timeout_sec
         return TrialConfig(
             task=TaskConfig(path=task.paths.task_dir),
             trial_name=trial_id,
             trials_dir=self.settings.trials_dir / trial_id / "harbor",
-            agent=self._agent(trial_id, task, request),
+            agent=agent,
             environment=self._environment(trial_id),
             verifier=VerifierConfig(max_timeout_sec=bounds.VERIFIER_LIMIT_S),
             environment_build_timeout_multiplier=min(1.0, bounds.BUILD_LIMIT_S / build),
@@ -178,45 +169,6 @@ class Runner:
             return EnvironmentConfig.model_validate({"type": self.settings.sandbox})
         path = "miles_core.agent_server.sandbox.environment:BubblewrapEnvironment"
         return EnvironmentConfig(import_path=path, kwargs={"trial_id": trial_id})
-
-    def _agent(self, trial_id: str, task: Task, request: TrialRequest) -> AgentConfig:
-        limit = self.settings.agent_timeout_s
-        values: dict[str, Any] = {
-            "max_timeout_sec": limit,
-            "override_setup_timeout_sec": bounds.SETUP_LIMIT_S,
-        }
-        if task.config.agent.timeout_sec is None:
-            values["override_timeout_sec"] = limit
-        if request.agent_name in HOST_AGENTS:
-            values["name"] = request.agent_name
-        elif self.settings.sandbox == BUBBLEWRAP:
-            values["import_path"] = "miles_core.agent_server.agents:MiniSweAgent"
-            values["kwargs"] = {"trial_id": trial_id}
-        else:
-            values.update(stock_mini(request, self.settings.agent_config))
-        return AgentConfig(**values)
-
-
-def stock_mini(request: TrialRequest, config: dict[str, Any]) -> dict[str, Any]:
-    """mini-swe-agent as Harbor installs it in a container that has a network.
-
-    `model_api_format` keeps Harbor from dropping `base_url` when `config` is given.
-    """
-    agent = dict(config["agent"])
-    if request.max_turns is not None:
-        agent["step_limit"] = request.max_turns
-    model = {**config["model"], "model_kwargs": request.sampling_params}
-    return {
-        "name": MINI,
-        "model_name": request.model,
-        "base_url": request.base_url,
-        "model_api_format": "openai_chat_completions",
-        "kwargs": {
-            "session_id_headers": [],
-            "config": {"agent": agent, "environment": config["environment"], "model": model},
-        },
-        "env": {"OPENAI_API_KEY": "none", "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
-    }
 
 
 async def _bounded(trial: Trial, host: SandboxHost | None, limit_s: float) -> None:

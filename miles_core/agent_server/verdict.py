@@ -14,7 +14,8 @@ from harbor.models.trial.result import TrialResult as HarborResult
 
 from miles_core.agent_server import evidence
 from miles_core.agent_server.agents import HOST_AGENTS, AgentJob
-from miles_core.agent_server.protocol import AgentMetrics, Phase
+from miles_core.agent_server.agents.outcome import TIMEOUT, ended_early
+from miles_core.agent_server.protocol import PROBE, AgentMetrics, Phase
 from miles_core.verdicts import Cause, Verdict
 
 BY_EXCEPTION = {
@@ -41,9 +42,6 @@ FULL_REWARD = 1.0
 REWARD_LIMIT = 1e6
 """The largest size of a reward: sums and squares of such numbers stay exact enough to train on."""
 
-AGENT_ENDED_EARLY = ("AgentTimeoutError", "NonZeroAgentExitCodeError")
-"""Exceptions of the agent's phase after which Harbor still runs the verifier."""
-
 CHAINED = "\n\nThe above exception was the direct cause of the following exception:"
 
 
@@ -66,8 +64,8 @@ def decide(ended: Ended) -> Verdict:
     failures = _exceptions(harbor)
     if job.failure is not None:
         return Verdict.no_verdict(job.failure.cause, str(job.failure)[:500])
-    timed_out = any(failure.exception_type == "AgentTimeoutError" for failure in failures)
-    fatal = [f for f in failures if f.exception_type not in AGENT_ENDED_EARLY]
+    timed_out = any(failure.exception_type == TIMEOUT for failure in failures)
+    fatal = [failure for failure in failures if not ended_early(failure)]
     if fatal:
         fault = _cause(fatal[0], ended.phase)
         missing = fault is Cause.REWARD_MISSING
@@ -171,6 +169,7 @@ def metrics(ended: Ended, total_s: float) -> AgentMetrics:
     called = job.request.agent_name not in HOST_AGENTS
     return AgentMetrics(
         turns=job.turns if called else None,
+        tool_calls=job.tool_calls if called else None,
         n_input_tokens=job.input_tokens if called else None,
         n_output_tokens=job.output_tokens if called else None,
         env_setup_time=_seconds(harbor.environment_setup),
@@ -178,7 +177,17 @@ def metrics(ended: Ended, total_s: float) -> AgentMetrics:
         agent_run_time=_seconds(harbor.agent_execution),
         eval_time=_seconds(harbor.verifier),
         total_time=round(total_s, 4),
+        probe=_probed(harbor) if job.request.agent_name == PROBE else None,
     )
+
+
+def _probed(harbor: HarborResult) -> dict[str, Any] | None:
+    """What the agent `probe` found; in a task of several steps, in the first of them."""
+    contexts = [harbor.agent_result, *(step.agent_result for step in harbor.step_results or [])]
+    for context in contexts:
+        if context is not None and context.metadata and PROBE in context.metadata:
+            return dict(context.metadata[PROBE])
+    return None
 
 
 def _seconds(timing: TimingInfo | None) -> float | None:

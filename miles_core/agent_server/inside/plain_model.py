@@ -11,6 +11,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from endpoint import ATTEMPTS, POLICY_LIMITS, TIMEOUT_S, pause_s, refusal
 from minisweagent.exceptions import FormatError, LimitsExceeded
 from minisweagent.models.utils.actions_toolcall import (
     BASH_TOOL,
@@ -18,9 +19,6 @@ from minisweagent.models.utils.actions_toolcall import (
     parse_toolcall_actions,
 )
 from pydantic import BaseModel
-
-RETRIED_STATUS = frozenset({429, 502, 503, 504})
-POLICY_LIMITS = {"context_length_exceeded": "token_budget", "turn_limit": "turn_limit"}
 
 
 class ModelEndpointError(RuntimeError):
@@ -40,8 +38,8 @@ class PlainModelConfig(BaseModel):
     observation_template: str = (
         "<returncode>{{output.returncode}}</returncode>\n<output>\n{{output.output}}</output>"
     )
-    timeout: float = 3600.0
-    attempts: int = 4
+    timeout: float = TIMEOUT_S
+    attempts: int = ATTEMPTS
 
 
 class PlainModel:
@@ -73,7 +71,8 @@ class PlainModel:
             message = dict(choice["message"])
         except (KeyError, IndexError, TypeError) as error:
             raise ModelEndpointError("session_failed", f"not a completion: {error!r}") from error
-        self._report({"event": "turn", "usage": response.get("usage") or {}})
+        calls = len(message.get("tool_calls") or [])
+        self._report({"event": "turn", "usage": response.get("usage") or {}, "tool_calls": calls})
         extra = {"response": response, "cost": 0.0, "timestamp": time.time()}
         try:
             actions = self._actions(choice, message)
@@ -105,8 +104,7 @@ class PlainModel:
         headers = {"content-type": "application/json", "authorization": "Bearer none"}
         last = ""
         for attempt in range(self.config.attempts):
-            if attempt:
-                time.sleep(min(8.0, 0.5 * 2**attempt))
+            time.sleep(pause_s(attempt))
             request = urllib.request.Request(self._url, body, headers)
             try:
                 with urllib.request.urlopen(request, timeout=self.config.timeout) as response:
@@ -121,23 +119,19 @@ class PlainModel:
 
     def _refused(self, error: urllib.error.HTTPError) -> str:
         """What an error status means: returns for another attempt, raises for the end."""
-        text = error.read(4000).decode(errors="replace")
-        code, message = _problem(text)
-        if error.code == 400 and code in POLICY_LIMITS:
-            self.limit = POLICY_LIMITS[code]
+        cause, said = refusal(error.code, error.read(4000).decode(errors="replace"))
+        if cause in POLICY_LIMITS.values():
+            self.limit = cause
             raise LimitsExceeded(
                 {
                     "role": "exit",
-                    "content": message,
+                    "content": said,
                     "extra": {"exit_status": "LimitsExceeded", "submission": ""},
                 }
             ) from error
-        summary = f"HTTP {error.code} {code}: {message}"[:400]
-        if code == "engine_failed":
-            raise ModelEndpointError("engine_failed", summary) from error
-        if error.code in RETRIED_STATUS:
-            return summary
-        raise ModelEndpointError("session_failed", summary) from error
+        if cause is not None:
+            raise ModelEndpointError(cause, said) from error
+        return said
 
     def format_message(self, **kwargs: Any) -> dict[str, Any]:
         return kwargs
@@ -162,12 +156,3 @@ class PlainModel:
         kind = f"{type(self).__module__}.{type(self).__name__}"
         settings = self.config.model_dump(mode="json")
         return {"info": {"config": {"model": settings, "model_type": kind}}}
-
-
-def _problem(text: str) -> tuple[str, str]:
-    """Code and message of an OpenAI-style error body."""
-    try:
-        error = json.loads(text)["error"]
-        return str(error.get("code") or error.get("type") or ""), str(error.get("message", ""))
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return "", text[:300]

@@ -188,9 +188,19 @@ exec {shlex.join(bwrap)}
         return "".join(f"echo $$ > {directory}/cgroup.procs; " for directory in self._cgroups)
 
     @property
+    def pid(self) -> int | None:
+        """The first process of the sandbox, as this host knows it; None where there is none."""
+        return self._pid if self.alive else None
+
+    @property
     def alive(self) -> bool:
         """Whether commands can be run."""
         return self._pid is not None and not self._closed
+
+    @property
+    def memory_peak(self) -> int | None:
+        """Most bytes of memory that were used at once so far; None where no cgroup tells."""
+        return cgroups.memory_peak(self._cgroups)
 
     async def run(
         self,

@@ -1,12 +1,18 @@
-"""Ending a command together with everything that descends from it."""
+"""Ending a command with everything that descends from it, and what an agent leaves behind."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import time
 from collections import defaultdict
 from pathlib import Path
+
+from miles_core.agent_server.sandbox.errors import SandboxError
+
+END_LIMIT_S = 3.0
+"""How long the processes of a sandbox may take to end."""
 
 
 def _children() -> dict[int, list[int]]:
@@ -57,3 +63,51 @@ def end_tree(root: int) -> None:
             os.kill(pid, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(root, signal.SIGKILL)
+
+
+def members(init: int) -> frozenset[tuple[int, str]]:
+    """The processes of the pid namespace whose first one is `init`, without it.
+
+    Each is (pid on this host, start time), which no later process shares. Zombies are left out.
+    """
+    space = _namespace(init)
+    found = set()
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and int(entry) != init and space and _namespace(int(entry)) == space:
+            try:
+                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if fields[0] != "Z":
+                found.add((int(entry), fields[19]))
+    return frozenset(found)
+
+
+def _namespace(pid: int) -> str:
+    """The pid namespace of a process; empty when it is gone or not ours to see."""
+    try:
+        return os.readlink(f"/proc/{pid}/ns/pid")
+    except OSError:
+        return ""
+
+
+def end_members(init: int, spared: frozenset[tuple[int, str]]) -> None:
+    """SIGKILL all members of the namespace of `init` but those `spared`, and wait for their end.
+
+    Blocks for at most `END_LIMIT_S` seconds; raises SandboxError when some are still there, for
+    nothing that they could touch can be trusted then.
+    """
+    space = _namespace(init)
+    limit = time.monotonic() + END_LIMIT_S
+    while alive := members(init) - spared:
+        if time.monotonic() > limit:
+            raise SandboxError(f"{len(alive)} processes of the agent could not be ended")
+        for pid, _ in alive:
+            with contextlib.suppress(ProcessLookupError):
+                handle = os.pidfd_open(pid)
+                try:
+                    if _namespace(pid) == space:  # it is not another process by now
+                        signal.pidfd_send_signal(handle, signal.SIGKILL)
+                finally:
+                    os.close(handle)
+        time.sleep(0.002)

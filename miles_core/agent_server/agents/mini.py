@@ -1,13 +1,11 @@
-"""The agents, as Harbor's classes see them.
+"""mini-swe-agent: the real package's agent loop.
 
-`oracle` and `nop` are Harbor's own. `mini-swe-agent` in a bubblewrap sandbox is the real package's
-agent loop, bound read-only into the sandbox with a model class of ours; nothing is installed.
+In a bubblewrap sandbox it is a fork of a process that has its code loaded, with a model class of
+ours; nothing is installed. In any other environment Harbor installs it.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, field
 from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
@@ -18,13 +16,12 @@ from harbor.agents.base import BaseAgent
 from harbor.environments.base import BaseEnvironment
 from harbor.models.agent.context import AgentContext
 
+from miles_core.agent_server.agents.job import JOBS, AgentFailed, AgentJob
 from miles_core.agent_server.protocol import TrialRequest
 from miles_core.agent_server.sandbox.environment import BubblewrapEnvironment
 from miles_core.verdicts import Cause
 
 MINI = "mini-swe-agent"
-HOST_AGENTS = ("oracle", "nop")
-AGENTS = (MINI, *HOST_AGENTS)
 TRAJECTORY = "/logs/agent/mini-swe-agent.trajectory.json"
 
 _EXIT_CAUSES = {
@@ -32,49 +29,6 @@ _EXIT_CAUSES = {
     "RepeatedFormatError": Cause.MALFORMED_ACTIONS,
     "TimeExceeded": Cause.AGENT_TIMEOUT,
 }
-
-
-class AgentFailed(RuntimeError):
-    """The agent could not do its work, by no doing of the policy; `cause` says why."""
-
-    def __init__(self, cause: Cause, message: str) -> None:
-        super().__init__(message)
-        self.cause = cause
-
-
-@dataclass
-class AgentJob:
-    """What one agent is to do, and what is known of how it went."""
-
-    request: TrialRequest
-    config: dict[str, Any]
-    turns: int = 0
-    input_tokens: int = 0
-    output_tokens: int = 0
-    exit_status: str | None = None
-    cause: Cause | None = None
-    failure: AgentFailed | None = None
-    events: list[dict[str, Any]] = field(default_factory=list)
-
-    def on_line(self, line: bytes) -> None:
-        """Take one line of the agent's standard output."""
-        try:
-            event = json.loads(line)
-        except ValueError:
-            return
-        if not isinstance(event, dict):
-            return
-        if event.get("event") == "turn":
-            self.turns += 1
-            usage = event.get("usage") or {}
-            self.input_tokens += int(usage.get("prompt_tokens") or 0)
-            self.output_tokens += int(usage.get("completion_tokens") or 0)
-        elif event.get("event") == "end":
-            self.events.append(event)
-
-
-JOBS: dict[str, AgentJob] = {}
-"""The agents of this process that are at work, by trial id."""
 
 
 def default_agent_config() -> dict[str, Any]:
@@ -126,17 +80,35 @@ def _check(config: dict[str, Any], path: Path) -> None:
     LocalEnvironmentConfig(**config["environment"])
 
 
-def mini_job(job: AgentJob, task: str) -> dict[str, Any]:
-    """The job of `inside/run_agent.py`."""
-    request = job.request
-    agent = dict(job.config["agent"])
+def _agent_settings(request: TrialRequest, config: dict[str, Any]) -> dict[str, Any]:
+    """The section `agent` of the settings, with the smaller of the two turn limits."""
+    agent = dict(config["agent"])
     if request.max_turns is not None:
         limit = int(agent.get("step_limit") or 0)
         agent["step_limit"] = min(limit, request.max_turns) if limit else request.max_turns
+    return agent
+
+
+def installed(request: TrialRequest, config: dict[str, Any]) -> dict[str, Any]:
+    """Harbor's own settings of the mini-swe-agent that it installs in an environment."""
+    model = {**config["model"], "model_kwargs": request.sampling_params}
+    return {
+        "session_id_headers": [],
+        "config": {
+            "agent": _agent_settings(request, config),
+            "environment": config["environment"],
+            "model": model,
+        },
+    }
+
+
+def mini_job(job: AgentJob, task: str) -> dict[str, Any]:
+    """The job of `inside/run_agent.py`."""
+    request = job.request
     return {
         "task": task,
         "base_url": request.base_url,
-        "agent": agent,
+        "agent": _agent_settings(request, job.config),
         "environment": job.config["environment"],
         "model": {
             **job.config["model"],
@@ -184,8 +156,7 @@ class MiniSweAgent(BaseAgent):
             self._ended_without_word(done.code, error)
         elif done.code != 0:
             cause = Cause(end.get("cause") or Cause.AGENT_CRASHED)
-            job.failure = AgentFailed(cause, str(end.get("detail") or error))
-            raise job.failure
+            raise job.fail(cause, str(end.get("detail") or error))
         else:
             job.exit_status = str(end.get("exit_status") or "") or None
             named = end.get("cause")
@@ -193,9 +164,7 @@ class MiniSweAgent(BaseAgent):
 
     def _ended_without_word(self, code: int, error: str) -> None:
         """A signal after a model answer is the doing of the agent's commands: it is graded."""
-        if code in (137, 143, -9, -15) and self._job.turns > 0:
+        if code in (137, 143, -9, -15) and self._job.turns:
             self._job.cause = Cause.AGENT_CRASHED
             return
-        failure = AgentFailed(Cause.AGENT_CRASHED, f"the agent ended with {code}: {error}")
-        self._job.failure = failure
-        raise failure
+        raise self._job.fail(Cause.AGENT_CRASHED, f"the agent ended with {code}: {error}")

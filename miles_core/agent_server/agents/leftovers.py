@@ -1,0 +1,43 @@
+"""What an agent leaves running in its sandbox.
+
+A process in the background that an agent leaves when it ends is a part of its work: a task may
+ask for a server. When the agent was ended, because its time was up or by a failure, nothing of it
+lives on beside the verifier.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from harbor.environments.base import BaseEnvironment
+from harbor.models.trial.result import TrialResult as HarborResult
+
+from miles_core.agent_server.agents.job import AgentJob
+from miles_core.agent_server.agents.outcome import out_of_time
+from miles_core.agent_server.protocol import Phase
+from miles_core.agent_server.sandbox import processes
+from miles_core.agent_server.sandbox.environment import BubblewrapEnvironment, SandboxHost
+
+
+async def enter(phase: Phase, job: AgentJob, host: SandboxHost, harbor: HarborResult) -> None:
+    """Begin a phase of a trial in bubblewrap sandboxes; raises SandboxError."""
+    if phase is Phase.AGENT:
+        found = [await running(environment) for environment in host.environments]
+        job.before = frozenset().union(*found) - job.own
+    elif phase is Phase.VERIFIER and out_of_time(job, harbor):
+        for environment in host.environments:
+            pid = _first(environment)
+            if pid is not None:
+                await asyncio.to_thread(processes.end_members, pid, job.before)
+
+
+async def running(environment: BaseEnvironment) -> frozenset[tuple[int, str]]:
+    """The processes of an environment; none where they are not processes of this host."""
+    pid = _first(environment)
+    return frozenset() if pid is None else await asyncio.to_thread(processes.members, pid)
+
+
+def _first(environment: BaseEnvironment) -> int | None:
+    if not isinstance(environment, BubblewrapEnvironment) or not environment.running:
+        return None
+    return environment.box.pid
