@@ -12,6 +12,10 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
+from miles_core.agent_server.agents import JOBS
+from miles_core.agent_server.dashboard.app import make_dashboard_app
+from miles_core.agent_server.dashboard.index import TrialIndex
+from miles_core.agent_server.dashboard.view import DashboardView
 from miles_core.agent_server.protocol import (
     Health,
     TrialRequest,
@@ -145,9 +149,17 @@ def make_app(
     return app
 
 
-def make_dashboard(app: FastAPI) -> FastAPI:
-    """The application of the dashboard port: the health of the server and nothing else."""
-    dashboard = FastAPI(title="Miles Flow agent server", docs_url=None, redoc_url=None)
+def make_dashboard(
+    app: FastAPI,
+    settings: ServerSettings,
+    manager: TrialManager,
+    health: dict[str, Any],
+    token: str | None,
+) -> FastAPI:
+    """The application of the dashboard port: its page and data, and the health of the server."""
+    index = TrialIndex(settings.trials_dir)
+    view = DashboardView(manager, index, health, JOBS)
+    dashboard = make_dashboard_app(view, settings.trials_dir, token)
     dashboard.router.routes.extend(
         route for route in app.router.routes if getattr(route, "path", None) == "/health"
     )

@@ -43,7 +43,8 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--dashboard-port",
         type=int,
-        help="serve GET /health on this port as well, without a token, for a screen",
+        default=0,
+        help="port of the page that shows the trials, on the same address; 0: off (%(default)s)",
     )
     add("--max-concurrent", type=int, default=32, help="sandboxes at once (%(default)s)")
     add(
@@ -75,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
         listener = bind(args.host, args.port, "--port")
         dashboard = (
             bind(args.host, args.dashboard_port, "--dashboard-port")
-            if args.dashboard_port is not None
+            if args.dashboard_port
             else None
         )
         return run(args, listener, dashboard)
@@ -206,11 +207,12 @@ async def _serve(
     lost = manager.open()
     if lost:
         print(f"ended {len(lost)} trials that an earlier server left: server_restarted")
-    app = make_app(settings, manager, health, os.environ.get(SECRET) or None)
+    token = os.environ.get(SECRET) or None
+    app = make_app(settings, manager, health, token)
     servers = [_server(uvicorn, app)]
     sockets = [listener]
     if dashboard is not None:
-        servers.append(_server(uvicorn, make_dashboard(app)))
+        servers.append(_server(uvicorn, make_dashboard(app, settings, manager, health, token)))
         sockets.append(dashboard)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -228,6 +230,8 @@ async def _serve(
     if args.ready_file is not None:
         write_ready_file(args.ready_file, host, port)
     print(f"agent server on {url_of(host, port)}, sandbox {settings.sandbox}", flush=True)
+    if dashboard is not None:
+        print(f"dashboard on {url_of(*dashboard.getsockname()[:2])}/", flush=True)
     await asyncio.wait(
         [asyncio.create_task(stop.wait()), *serving], return_when=asyncio.FIRST_COMPLETED
     )

@@ -1,0 +1,210 @@
+"""The routes of the dashboard: the page and its data. All of them are GET; none changes anything.
+
+The page itself holds no data and is open. Its data need the bearer token of the server when there
+is one. Without one, only a request for a loopback address is answered: a page elsewhere that made
+its own name resolve to this machine could read the data otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import ipaddress
+import time
+from collections.abc import Awaitable, Callable
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any
+
+import orjson
+from fastapi import Depends, FastAPI, Query, Request, Response
+from fastapi import Path as PathPart
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ConfigDict, Field
+
+from miles_core.agent_server.dashboard.clean import Cleaner
+from miles_core.agent_server.dashboard.detail import TrialFiles, detail
+from miles_core.agent_server.dashboard.view import DashboardView
+from miles_core.agent_server.protocol import Phase, TrialState, valid_id
+from miles_core.verdicts import Cause, VerdictKind
+
+PAGE = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/dashboard.css": ("dashboard.css", "text/css; charset=utf-8"),
+    "/dashboard.js": ("dashboard.js", "text/javascript; charset=utf-8"),
+    "/panel.js": ("panel.js", "text/javascript; charset=utf-8"),
+    "/dom.js": ("dom.js", "text/javascript; charset=utf-8"),
+}
+
+HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+}
+
+
+class ListQuery(BaseModel):
+    """Which trials of the list; `task` is a part of a task's or a trial's name."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    state: TrialState | None = None
+    phase: Phase | None = None
+    kind: VerdictKind | None = None
+    cause: Cause | None = None
+    task: str = Field("", max_length=200)
+    offset: int = Field(0, ge=0)
+    limit: int = Field(50, ge=1, le=200)
+
+
+class TasksQuery(BaseModel):
+    """Which tasks; `task` is a part of the name."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    task: str = Field("", max_length=200)
+    offset: int = Field(0, ge=0)
+    limit: int = Field(50, ge=1, le=200)
+
+
+class NoAnswer(Exception):
+    """An answer with an error status."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self.code, self.message = status, code, message
+
+
+def make_dashboard_app(view: DashboardView, trials_dir: Path, token: str | None) -> FastAPI:
+    """The application of the dashboard port."""
+    app = FastAPI(title="Miles Flow dashboard", docs_url=None, redoc_url=None, openapi_url=None)
+
+    async def allowed(request: Request) -> None:
+        if token is None:
+            if not _loopback(request.headers.get("host", "")):
+                raise NoAnswer(403, "forbidden_host", "ask for 127.0.0.1, or set a bearer token")
+            return
+        given = request.headers.get("authorization", "")
+        if not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+            raise NoAnswer(401, "unauthorized", "this route needs the server's bearer token")
+
+    secured = [Depends(allowed)]
+
+    @app.get("/api/overview", dependencies=secured)
+    async def get_overview(request: Request) -> Response:
+        return _answer(request, view.overview())
+
+    @app.get("/api/trials", dependencies=secured)
+    async def get_trials(request: Request, query: Annotated[ListQuery, Query()]) -> Response:
+        return _answer(request, view.trials(**dict(query)))
+
+    @app.get("/api/tasks", dependencies=secured)
+    async def get_tasks(request: Request, query: Annotated[TasksQuery, Query()]) -> Response:
+        return _answer(request, view.tasks(**dict(query)))
+
+    @app.get("/api/trials/{trial_id}", dependencies=secured)
+    async def get_trial(request: Request, trial_id: Annotated[str, PathPart()]) -> Response:
+        if not valid_id(trial_id):
+            raise NoAnswer(422, "invalid_trial_id", "this cannot name a trial")
+        row = view.row(trial_id)
+        if row is None:
+            raise NoAnswer(404, "unknown_trial", "no such trial here")
+        shown, secrets = view.request(trial_id)
+
+        def read() -> tuple[str, bytes | None]:
+            files = TrialFiles(trials_dir, trial_id)
+            tag = _tag(repr((row, files.stamps())).encode())
+            if _known(request, tag):
+                return tag, None
+            found = detail(files, row, shown, Cleaner([token, *secrets]))
+            return tag, orjson.dumps(found)
+
+        return _tagged(*await asyncio.to_thread(read))
+
+    _serve_page(app)
+    _set_errors(app)
+
+    @app.middleware("http")
+    async def headers(
+        request: Request, call_next: Callable[[Request], Awaitable[Response]]
+    ) -> Response:
+        response = await call_next(request)
+        response.headers.update(HEADERS)
+        response.headers["x-server-time"] = f"{time.time():.3f}"
+        response.headers.setdefault("cache-control", "no-store")
+        return response
+
+    return app
+
+
+def _serve_page(app: FastAPI) -> None:
+    """A route for each file of the page; they are read once, and no path comes from a request."""
+    folder = resources.files("miles_core.agent_server.dashboard").joinpath("page")
+    for route, (name, kind) in PAGE.items():
+        data = folder.joinpath(name).read_bytes()
+
+        def get(request: Request, data: bytes = data, kind: str = kind) -> Response:
+            tag = _tag(data)
+            headers = {"etag": tag, "cache-control": "no-cache"}
+            if _known(request, tag):
+                return Response(status_code=304, headers=headers)
+            return Response(data, media_type=kind, headers=headers)
+
+        app.add_route(route, get, methods=["GET"])
+
+
+def _set_errors(app: FastAPI) -> None:
+    @app.exception_handler(NoAnswer)
+    async def on_no_answer(request: Request, error: NoAnswer) -> Response:
+        return _error(error.status, error.code, error.message)
+
+    @app.exception_handler(RequestValidationError)
+    async def on_invalid(request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        return _error(422, "invalid_request", f"{place}: {first['msg']}")
+
+
+def _error(status: int, code: str, message: str) -> Response:
+    body = orjson.dumps({"error": {"code": code, "message": message}})
+    return Response(body, status, media_type="application/json")
+
+
+def _answer(request: Request, value: Any) -> Response:
+    """A JSON answer, or 304 when the caller has it already."""
+    body = orjson.dumps(value)
+    tag = _tag(body)
+    return _tagged(tag, None if _known(request, tag) else body)
+
+
+def _tagged(tag: str, body: bytes | None) -> Response:
+    if body is None:
+        return Response(status_code=304, headers={"etag": tag})
+    return Response(body, media_type="application/json", headers={"etag": tag})
+
+
+def _tag(data: bytes) -> str:
+    return f'"{hashlib.blake2b(data, digest_size=12).hexdigest()}"'
+
+
+def _known(request: Request, tag: str) -> bool:
+    given = request.headers.get("if-none-match", "")
+    return tag in [one.strip().removeprefix("W/") for one in given.split(",")]
+
+
+def _loopback(host: str) -> bool:
+    """Whether a Host header names this machine alone."""
+    name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
+    name = name.strip("[]").lower()
+    if name == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
