@@ -126,6 +126,15 @@ def members(directory: Path) -> list[int]:
         return []
 
 
+def memory_peak(directories: list[Path]) -> int | None:
+    """Most bytes of memory that were used at once in a sandbox's cgroups, where they tell."""
+    for directory in directories:
+        for name in ("memory.peak", "memory.max_usage_in_bytes"):
+            with contextlib.suppress(FileNotFoundError):
+                return int((directory / name).read_text())
+    return None
+
+
 def remove(directory: Path, wait_s: float = 2.0) -> bool:
     """Remove a cgroup and those below it; busy ones are tried again for `wait_s` seconds."""
     if not directory.exists():
