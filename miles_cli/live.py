@@ -50,6 +50,8 @@ def event_line(event: dict[str, Any], state: RunState) -> str | None:
     if kind == "stage" and event["state"] == "started":
         step = event.get("step")
         return f"{event['name']} ..." if step is None else f"step {step}: {event['name']} ..."
+    if kind == "tasks_checked":
+        return tasks_line(event)
     if kind == "stage" and event["state"] == "skipped":
         return f"{event['name']}: unchanged, skipped"
     if kind == "trial_ended" and event["kind"] == "no_verdict":
@@ -66,6 +68,16 @@ def event_line(event: dict[str, Any], state: RunState) -> str | None:
         detail = event.get("detail")
         return f"run {event['state']}" + (f": {detail}" if detail else "")
     return None
+
+
+def tasks_line(event: dict[str, Any]) -> str:
+    """How far the checks of the tasks are."""
+    text = f"{event['done']} of {event['total']} tasks checked"
+    if event["refused"]:
+        text += f", {event['refused']} not admitted"
+    if event["seconds_left"] is not None:
+        text += f", about {duration(event['seconds_left'])} left"
+    return text
 
 
 class LiveProgress:
@@ -85,6 +97,7 @@ class LiveProgress:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="live-progress", daemon=True)
         self._fault: Exception | None = None
+        self._tasks = ""
         self._began = time.time()
 
     def __enter__(self) -> LiveProgress:
@@ -112,6 +125,8 @@ class LiveProgress:
         told = []
         for event in self._tail.new():
             self._state.apply(event)
+            if event["event"] == "tasks_checked":
+                self._tasks = tasks_line(event)
             told.append((event, event_line(event, self._state)))
         return told
 
@@ -148,6 +163,8 @@ class LiveProgress:
         grid = Table.grid(padding=(0, 2))
         stage = state.stage or (state.state if state.state != "new" else "preparing")
         grid.add_row("stage", stage)
+        if stage == "agent_server" and self._tasks:
+            grid.add_row("tasks", self._tasks)
         if state.steps_total is not None:
             filled = round(24 * state.steps_done / max(1, state.steps_total))
             bar = "█" * filled + "░" * (24 - filled)

@@ -28,6 +28,7 @@ COMMANDS = {
     "config": ("miles_cli.config", "show the resolved configuration and where it comes from"),
     "data": ("miles_cli.data", "convert and check prompt rows"),
     "model": ("miles_cli.model", "make, warm-start and convert models"),
+    "tasks": ("miles_cli.tasks", "check that tasks may be trained on"),
 }
 
 

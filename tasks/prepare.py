@@ -63,6 +63,7 @@ def verify_agent_server(run: RunDir, config: MilesConfig, rows: Path, check: Che
     """An agent server that answers, has room and every task, and gives up before its client."""
     from miles_core.cluster.early import instance_ids, prepared_rows
     from miles_core.cluster.local_secrets import read_secrets
+    from miles_core.cluster.task_gate import admit_tasks
     from miles_core.preflight.checks import check_agent_server, require
 
     with stage(run, "agent_server"):
@@ -76,6 +77,11 @@ def verify_agent_server(run: RunDir, config: MilesConfig, rows: Path, check: Che
         for warning in report.warnings:
             get_run_logger().warning("%s", warning)
         require(report.problems)
+        assert report.health is not None
+        sandbox = report.health.sandbox
+        warnings = admit_tasks(run, config, ids, (url, token, sandbox), check)
+        for warning in warnings:
+            get_run_logger().warning("%s", warning)
         record_inputs(run, agent_server_url=url)
     return url
 

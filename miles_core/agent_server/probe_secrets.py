@@ -24,9 +24,8 @@ GIT_SHARE = 0.5
 
 TARGETS = 40
 
-_CODE = frozenset(
-    ".sh .bash .py .js .mjs .ts .rb .pl .go .rs .c .cc .cpp .h .java .kt .php .lua .r .sql".split()
-)
+_SUFFIXES = "sh bash py js mjs ts rb pl go rs c cc cpp h java kt php lua r sql"
+_CODE = frozenset(f".{name}" for name in _SUFFIXES.split())
 _PATCHES = (".patch", ".diff")
 _ABSOLUTE = re.compile(r"(?<![\w./$}])(/(?:[\w.+-]+/)*[\w+-][\w.+-]*)")
 _RELATIVE = re.compile(r"(?<![\w/.-])([\w-]+\.(?:txt|json|log|out|csv|dat))\b")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from miles_core.cluster.runs import cache_dir
+from miles_core.cluster.task_gate import gate
 from miles_core.data.prepare import PreparedData, prepare_rows
 from miles_core.preflight.checks import (
     check_agent_server,
@@ -47,7 +48,10 @@ def instance_ids(rows: Path) -> set[str]:
 
 
 def check_early(config: MilesConfig) -> None:
-    """Check paths, programs, ports, services, rows and task ids; raises UserError."""
+    """Check paths, programs, ports, services, rows, task ids and what is known of the tasks.
+
+    Raises UserError. What is not known of the tasks yet is found out by the flow.
+    """
     require(check_local(config))
     require(asyncio.run(check_services(config)))
     ids: set[str] = set()
@@ -59,6 +63,7 @@ def check_early(config: MilesConfig) -> None:
     if url is None:
         tasks_dir = config.agent_server.tasks_dir
         require(check_task_ids(ids, local_tasks(tasks_dir), str(tasks_dir)))
+        gate(config, ids, config.agent_server.sandbox).check_cache()
         return
     token = os.environ.get("HARBOR_ADMIN_SECRET")
     require(asyncio.run(check_agent_server(config, url, token, ids)).problems)

@@ -19,12 +19,11 @@ if TYPE_CHECKING:
 START_TIMEOUT_S = 120.0
 
 
-def agent_python(config: MilesConfig) -> Path:
-    """Python of the agent-server environment: configured, or `.venv-agent` nearby.
+def agent_python(given: Path | None) -> Path:
+    """Python of the agent-server environment: the given one, or `.venv-agent` nearby.
 
     Raises UserError when there is none.
     """
-    given = config.agent_server.agent_python
     here = Path(__file__).resolve().parents[2]
     candidates = [given] if given else [Path.cwd() / ".venv-agent", here / ".venv-agent"]
     for candidate in candidates:
@@ -59,7 +58,7 @@ class AgentServer:
 
     def command(self) -> list[str]:
         part = self._config.agent_server
-        command = [str(agent_python(self._config)), "-m", "miles_core.agent_server.main"]
+        command = [str(agent_python(part.agent_python)), "-m", "miles_core.agent_server.main"]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--ready-file", str(self.ready_file), "--parent-pid", str(os.getpid())]
         command += ["--max-concurrent", str(part.max_concurrent)]

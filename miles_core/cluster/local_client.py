@@ -82,7 +82,7 @@ def start(run: RunDir, config: MilesConfig) -> None:
     if needs_agent_server(config):
         from miles_core.cluster.local_agent import agent_python
 
-        agent_python(config)
+        agent_python(config.agent_server.agent_python)
     with (folder / "start.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         alive = guardian(run)

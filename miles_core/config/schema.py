@@ -118,6 +118,11 @@ class AgentServerConfig(Section):
         None, description="URL of a running agent server; default: the run starts its own"
     )
     tasks_dir: Path = Field(description="One Harbor task directory for each instance_id")
+    task_check: Literal["run", "require", "off"] = Field(
+        "run",
+        description="Before training, check tasks that were not checked as they are now (run), "
+        "refuse them (require), or train on any task (off); see `miles tasks check`",
+    )
     agent_timeout: float = Field(
         5400, gt=0, description="Seconds that an agent may take; ends the trial, which is graded"
     )

@@ -33,6 +33,7 @@ ALLOWED = frozenset(
         "rollout.eval_interval",
         "rollout.n_samples_per_eval_prompt",
         "agent_server.agent_server_url",
+        "agent_server.task_check",
         "agent_server.agent_trial_timeout",
         "agent_server.max_concurrent",
         "agent_server.agent_python",

@@ -16,6 +16,7 @@ EVENTS = frozenset(
     {
         "run_started",
         "stage",
+        "tasks_checked",
         "group_started",
         "trial_started",
         "trial_ended",

@@ -1,0 +1,61 @@
+"""Task directories: which there are, and the digest of what one of them holds."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from pathlib import Path
+
+_PARTS = ("task.toml", "instruction.md", "tests", "environment", "solution")
+_CHUNK = 1 << 20
+
+
+def is_task(directory: Path) -> bool:
+    """Whether a directory is a task, or was meant to be one."""
+    if (directory / "task.toml").exists():
+        return True
+    return sum((directory / name).exists() for name in _PARTS) > 1
+
+
+def task_names(tasks_dir: Path) -> list[str]:
+    """The names of the task directories of a folder."""
+    return sorted(
+        entry.name
+        for entry in tasks_dir.iterdir()
+        if not entry.name.startswith(".") and entry.is_dir() and is_task(entry)
+    )
+
+
+def has_solution(task_dir: Path) -> bool:
+    """Whether a task brings a solution, its own or for one of its steps."""
+    roots = [task_dir, *task_dir.glob("steps/*")]
+    return any(path.is_file() for root in roots for path in root.glob("solution/solve*"))
+
+
+def task_digest(task_dir: Path) -> str:
+    """SHA-256 (hex) of a task directory: names, kinds, permission bits, bytes and link targets.
+
+    A link counts by its text and, when it leads to a file, by that file's bytes too.
+    """
+    digest = hashlib.sha256(b"task\0")
+    for root, folders, files in os.walk(task_dir):
+        folders.sort()
+        for name in sorted([*files, *folders]):
+            path = Path(root) / name
+            _add(digest, path, path.relative_to(task_dir).as_posix())
+    return digest.hexdigest()
+
+
+def _add(digest: hashlib._Hash, path: Path, name: str) -> None:
+    info = path.lstat()
+    kind, mode = stat.S_IFMT(info.st_mode), stat.S_IMODE(info.st_mode)
+    digest.update(os.fsencode(name) + f"\0{kind:o} {mode:o}\0".encode())
+    if stat.S_ISLNK(info.st_mode):
+        digest.update(os.fsencode(os.readlink(path)) + b"\0")
+    if path.is_file():
+        content = hashlib.sha256()
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK):
+                content.update(chunk)
+        digest.update(content.digest())

@@ -1,0 +1,189 @@
+"""From the trials of a task to its state, in plain words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from miles_core.admission.report import State, TaskReport, Trial
+from miles_core.agent_server.protocol import FORGED_REWARD, TrialResult
+from miles_core.verdicts import Cause
+
+FULL_REWARD = 1.0
+
+WORLD = frozenset(
+    {
+        Cause.SANDBOX_FAILED,
+        Cause.AGENT_SETUP_FAILED,
+        Cause.CANCELLED,
+        Cause.LEASE_EXPIRED,
+        Cause.SERVER_RESTARTED,
+        Cause.AGENT_SERVER_UNREACHABLE,
+        Cause.INTERNAL_ERROR,
+    }
+)
+"""Causes that say nothing of the task."""
+
+FINAL = frozenset(
+    {
+        *WORLD,
+        Cause.TASK_INVALID,
+        Cause.TASK_NOT_FOUND,
+        Cause.SANDBOX_UNSUPPORTED,
+        Cause.VERIFIER_TIMEOUT,
+        Cause.TRIAL_TIMEOUT,
+    }
+)
+"""Causes after which another trial of the task would tell nothing new."""
+
+_NO_SOLUTION = ("Solution script", "No OS-compatible solution")
+_TIMES = {
+    "environment": "env_setup_time",
+    "agent_setup": "agent_setup_time",
+    "agent": "agent_run_time",
+    "verifier": "eval_time",
+    "total": "total_time",
+}
+
+LOOK = "see its trials (--trials-dir keeps them)"
+FIX_ORACLE = f"correct solution/ or tests/; {LOOK}"
+FIX_NOP_FULL = "let the tests check what the instruction asks for"
+FIX_NOP_NONE = "let the verifier write a reward in every case, 0 when nothing was done"
+FIX_FORGED = "let the verifier compute the reward itself, from no file where an agent may write it"
+FIX_VISIBLE = "take tests and solution out of environment/ and out of every git history there"
+FIX_PARSE = "correct the task's files"
+FIX_SANDBOX = "check it in another sandbox (--sandbox docker), or leave its rows out"
+FIX_SOLUTION = "add solution/solve.sh, so that a check can show that full reward can be reached"
+FIX_WORLD = "try again; when it stays, see the agent server's log"
+
+
+def trial_of(result: TrialResult) -> Trial:
+    """What a report keeps of a trial."""
+    metrics = result.agent_metrics
+    times = {name: getattr(metrics, key) for name, key in _TIMES.items()}
+    return Trial(
+        reward=result.reward,
+        cause=result.verdict.cause,
+        detail=result.verdict.detail,
+        seconds={name: value for name, value in times.items() if value is not None},
+    )
+
+
+def lacks_solution(result: TrialResult) -> bool:
+    """Whether `oracle` could not work because there is no solution."""
+    words = result.verdict.detail.partition(": ")[2]
+    return result.verdict.cause is Cause.TASK_INVALID and words.startswith(_NO_SOLUTION)
+
+
+@dataclass
+class Evidence:
+    """The trials of one task; what was not run is None or empty."""
+
+    nop: TrialResult | None = None
+    oracle: TrialResult | None = None
+    probes: list[TrialResult] = field(default_factory=list)
+    proven: bool = True
+    """Whether there is a solution to prove the task with; `oracle` is None otherwise."""
+
+
+def judge(task: str, seen: Evidence) -> TaskReport:
+    """The report of a task: every reason against it, and `admitted` only without any."""
+    report = TaskReport(task=task, state=State.ADMITTED)
+    report.nop = trial_of(seen.nop) if seen.nop else None
+    report.oracle = trial_of(seen.oracle) if seen.oracle else None
+    trials = [result for result in (seen.nop, seen.oracle, *seen.probes) if result is not None]
+    report.seconds = round(sum(r.agent_metrics.total_time or 0.0 for r in trials), 3)
+    state = _final(report, trials)
+    if state is not None:
+        report.state = state
+        return report
+    _judge_nop(report)
+    _judge_oracle(report)
+    _judge_probes(report, seen.probes)
+    if report.reasons:
+        report.state = State.FAILED
+    elif not seen.proven:
+        report.state = State.UNPROVEN
+        _against(report, "it has no solution that could prove it", FIX_SOLUTION)
+    elif report.oracle is None or report.nop is None or not seen.probes:
+        raise ValueError(f"{task}: a task cannot be admitted by {len(trials)} trials")
+    return report
+
+
+def _against(report: TaskReport, reason: str, fix: str) -> None:
+    report.reasons.append(reason)
+    report.fixes.append(fix)
+
+
+def _final(report: TaskReport, trials: list[TrialResult]) -> State | None:
+    """The state, when one trial says all there is to say."""
+    for result in trials:
+        cause, detail = result.verdict.cause, result.verdict.detail
+        if result.reward is not None or cause is None:
+            continue
+        if cause is Cause.SANDBOX_UNSUPPORTED:
+            _against(report, detail, FIX_SANDBOX)
+            return State.UNSUPPORTED
+        if cause in WORLD:
+            _against(report, f"no verdict ({cause}): {detail}", FIX_WORLD)
+            return State.UNDECIDED
+        if cause in (Cause.TASK_INVALID, Cause.TASK_NOT_FOUND):
+            _against(report, detail, FIX_PARSE)
+            return State.FAILED
+    return None
+
+
+def _judge_nop(report: TaskReport) -> None:
+    nop = report.nop
+    if nop is None:
+        return
+    if nop.reward is None:
+        reason = f"no verdict when nothing was done ({nop.cause}): {nop.detail}"
+        _against(report, reason, FIX_NOP_NONE)
+    elif nop.reward >= FULL_REWARD:
+        _against(report, f"reward {nop.reward:g} for doing nothing", FIX_NOP_FULL)
+
+
+def _judge_oracle(report: TaskReport) -> None:
+    oracle = report.oracle
+    if oracle is None:
+        return
+    stopped = " after its time was up" if oracle.cause == Cause.AGENT_TIMEOUT else ""
+    if oracle.reward is None:
+        reason = f"no verdict on the solution ({oracle.cause}): {oracle.detail}"
+        _against(report, reason, FIX_ORACLE)
+    elif oracle.reward < FULL_REWARD:
+        _against(report, f"the solution gets {oracle.reward:g}, not 1{stopped}", FIX_ORACLE)
+    elif stopped:
+        report.notes.append("the solution gets full reward, but only after its time was up")
+
+
+def _judge_probes(report: TaskReport, probes: list[TrialResult]) -> None:
+    """A forged reward is known by its value, in the reward and in all that the verifier reports."""
+    for result in probes:
+        found = result.agent_metrics.probe
+        if found is None:
+            cause = result.verdict.cause or "no cause"
+            _against(report, f"the probe did not get to its end ({cause})", FIX_WORLD)
+            continue
+        report.findings += found.get("findings", [])
+        report.notes += found.get("notes", [])
+        report.disk_bytes = _larger(report.disk_bytes, found.get("disk_bytes"))
+        report.memory_peak_bytes = _larger(report.memory_peak_bytes, found.get("memory_peak_bytes"))
+        survives = FORGED_REWARD in [result.reward, *result.eval_report.values()]
+        report.forged_reward_survives = bool(report.forged_reward_survives) or survives
+        if not survives and (result.reward or 0.0) >= FULL_REWARD and not _nop_is_full(report):
+            report.notes.append("files of any content where the tests look get full reward")
+        report.solution_hidden = not report.findings
+    if report.forged_reward_survives:
+        _against(report, "a reward that the agent wrote is taken for the verifier's", FIX_FORGED)
+    if report.findings:
+        _against(report, "; ".join(report.findings), FIX_VISIBLE)
+
+
+def _nop_is_full(report: TaskReport) -> bool:
+    return report.nop is not None and (report.nop.reward or 0.0) >= FULL_REWARD
+
+
+def _larger(one: int | None, other: Any) -> int | None:
+    return one if other is None else max(one or 0, int(other))
