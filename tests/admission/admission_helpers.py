@@ -1,0 +1,102 @@
+"""Tasks of every state, and a real agent server to check them on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+TOML = """schema_version = "1.4"
+[agent]
+timeout_sec = {agent_s}
+[verifier]
+timeout_sec = {verifier_s}
+[environment]
+workdir = "/app"
+network_mode = "no-network"
+memory_mb = 256
+storage_mb = 64
+"""
+CHECK = """#!/bin/bash
+if [ "$(cat /app/answer.txt 2>/dev/null)" = "forty-two" ]; then r=1; else r=0; fi
+echo $r > /logs/verifier/reward.txt
+"""
+SOLVE = "#!/bin/bash\necho forty-two > /app/answer.txt\n"
+DOCKERFILE = "FROM debian:12-slim\nWORKDIR /app\n"
+
+
+def make_task(
+    root: Path,
+    name: str,
+    *,
+    test: str = CHECK,
+    solve: str | None = SOLVE,
+    dockerfile: str = DOCKERFILE,
+    toml: str = TOML,
+    agent_s: float = 60.0,
+    verifier_s: float = 30.0,
+    files: dict[str, str] | None = None,
+) -> Path:
+    """A task directory; the default one wants /app/answer.txt to hold a word."""
+    task = root / name
+    text = toml.replace("{agent_s}", str(agent_s)).replace("{verifier_s}", str(verifier_s))
+    content = {
+        "task.toml": text,
+        "instruction.md": "Write the answer into /app/answer.txt\n",
+        "environment/Dockerfile": dockerfile,
+        "tests/test.sh": test,
+        **({"solution/solve.sh": solve} if solve is not None else {}),
+        **(files or {}),
+    }
+    for path, body in content.items():
+        (task / path).parent.mkdir(parents=True, exist_ok=True)
+        (task / path).write_text(body)
+    return task
+
+
+GIT_HISTORY = """FROM debian:12-slim
+WORKDIR /app
+RUN git init -q . && git config user.email a@b.c && git config user.name n && \\
+    echo one > file && git add . && git commit -q -m one && git checkout -q -b later && \\
+    printf 'def answer():\\n    return compute_the_answer(6, 7)\\n' > fix.py && \\
+    git add . && git commit -q -m two && git checkout -q -
+"""
+PATCH = """#!/bin/bash
+cd /app && git apply <<'END'
+--- /dev/null
++++ b/fix.py
+@@ -0,0 +1,2 @@
++def answer():
++    return compute_the_answer(6, 7)
+END
+echo forty-two > /app/answer.txt
+"""
+COPIED = f"A hint for the reader:\n  {SOLVE.splitlines()[1]}\n"
+
+
+def make_all(root: Path) -> dict[str, str]:
+    """A task for each way in which the checks can go; the state that each has to get."""
+    copied = {"environment/notes.txt": COPIED}
+    with_copy = DOCKERFILE + "COPY notes.txt /srv/deep/notes\n"
+    tests_baked = DOCKERFILE + "RUN mkdir /tests && echo secret > /tests/expected\n"
+    reads = "#!/bin/bash\ncat /app/score.txt > /logs/verifier/reward.txt || exit 0\n"
+    keeps = '#!/bin/bash\n[ -s /logs/agent/reward.txt ] && cp /logs/agent/reward.txt "$1"\n'
+    keeps = keeps.replace(
+        '"$1"', "/logs/verifier/reward.txt && exit 0\n" + CHECK[len("#!/bin/bash\n") :]
+    )
+    make_task(root, "good")
+    make_task(root, "oracle-fails", solve="#!/bin/bash\necho wrong > /app/answer.txt\n")
+    make_task(root, "nop-passes", test="#!/bin/bash\necho 1 > /logs/verifier/reward.txt\n")
+    make_task(root, "reads-a-file", test=reads, solve="#!/bin/bash\necho 1 > /app/score.txt\n")
+    make_task(root, "keeps-a-reward", test=keeps)
+    make_task(root, "writes-nothing", test="#!/bin/bash\nexit 3\n")
+    make_task(root, "copied", dockerfile=with_copy, files=copied)
+    make_task(root, "tests-baked", dockerfile=tests_baked)
+    make_task(root, "in-git", dockerfile=GIT_HISTORY, solve=PATCH)
+    make_task(root, "no-solution", solve=None)
+    make_task(root, "broken-toml", toml="[agent\n")
+    make_task(root, "unsupported", dockerfile="FROM nvidia/cuda:12\n")
+    make_task(root, "hangs", solve="#!/bin/bash\nsleep 1000\n", agent_s=3.0)
+    make_task(root, "verifier-hangs", test="#!/bin/bash\nsleep 1000\n", verifier_s=3.0)
+    make_task(root, "odd name")
+    states = dict.fromkeys((path.name for path in root.iterdir()), "failed")
+    states |= {"good": "admitted", "no-solution": "unproven", "unsupported": "unsupported"}
+    return states

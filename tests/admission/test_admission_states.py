@@ -1,0 +1,130 @@
+"""Each way in which a task can be unfit gets its state, with a reason, on a real agent server."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from admission_helpers import make_all
+
+MILES = Path(sys.executable).with_name("miles")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("admission")
+
+
+@pytest.fixture(scope="module")
+def states(place: Path) -> dict[str, str]:
+    (place / "tasks").mkdir()
+    return make_all(place / "tasks")
+
+
+@pytest.fixture(scope="module")
+def checked(place: Path, states: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [str(MILES), "tasks", "check", str(place / "tasks"), "--json"]
+    command += ["--cache", str(place / "cache.json"), "--max-concurrent", "4"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+
+
+@pytest.fixture(scope="module")
+def report(checked: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert checked.returncode == 1, checked.stderr
+    return json.loads(checked.stdout)
+
+
+@pytest.fixture(scope="module")
+def tasks(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {task["task"]: task for task in report["tasks"]}
+
+
+def test_each_task_has_its_state(
+    states: dict[str, str], tasks: dict[str, dict[str, Any]], report: dict[str, Any]
+) -> None:
+    found = {name: task["state"] for name, task in tasks.items()}
+    assert found == states
+    assert report["admitted"] is False
+    assert report["states"]["failed"] == list(states.values()).count("failed")
+
+
+def test_a_good_task_was_looked_at_from_all_sides(tasks: dict[str, dict[str, Any]]) -> None:
+    good = tasks["good"]
+    assert (good["oracle"]["reward"], good["nop"]["reward"]) == (1.0, 0.0)
+    assert (good["forged_reward_survives"], good["solution_hidden"]) == (False, True)
+    assert {"environment", "agent", "verifier", "total"} <= good["oracle"]["seconds"].keys()
+    assert good["seconds"] > 0
+    assert good["disk_bytes"] is not None
+    assert good["reasons"] == good["fixes"] == good["findings"] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("oracle-fails", "the solution gets 0, not 1"),
+        ("nop-passes", "reward 1 for doing nothing"),
+        ("reads-a-file", "a reward that the agent wrote is taken"),
+        ("keeps-a-reward", "a reward that the agent wrote is taken"),
+        ("writes-nothing", "reward_missing"),
+        ("copied", "solution/solve.sh is in /srv/deep/notes"),
+        ("tests-baked", "the agent can read /tests"),
+        ("in-git", "solution/solve.sh is in a git commit"),
+        ("no-solution", "no solution"),
+        ("broken-toml", "TOMLDecodeError"),
+        ("unsupported", "nvidia/cuda"),
+        ("hangs", "the solution gets 0, not 1 after its time was up"),
+        ("verifier-hangs", "verifier_timeout"),
+        ("odd name", "no task id"),
+    ],
+)
+def test_the_reason_and_the_way_on_are_told(
+    tasks: dict[str, dict[str, Any]], name: str, words: str
+) -> None:
+    task = tasks[name]
+    assert words in "; ".join(task["reasons"]), task
+    assert len(task["fixes"]) == len(task["reasons"])
+    assert all(task["fixes"])
+
+
+def test_only_the_fault_of_a_task_is_held_against_it(tasks: dict[str, dict[str, Any]]) -> None:
+    survivors = {name for name, task in tasks.items() if task["forged_reward_survives"]}
+    assert survivors == {"reads-a-file", "keeps-a-reward"}
+    seen = {name for name, task in tasks.items() if task["solution_hidden"] is False}
+    assert seen == {"copied", "tests-baked", "in-git"}
+
+
+def test_a_verifier_without_a_word_gives_no_verdict(tasks: dict[str, dict[str, Any]]) -> None:
+    silent = tasks["writes-nothing"]
+    assert silent["nop"]["reward"] is None
+    assert silent["forged_reward_survives"] is False
+
+
+def test_no_process_is_left(place: Path, checked: subprocess.CompletedProcess[str]) -> None:
+    mark = str(place / "tasks").encode()
+    left = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (folder / "cmdline").read_bytes():
+                left.append(folder.name)
+        except OSError:
+            continue
+    assert left == []
+
+
+def test_the_table_comes_from_the_cache(place: Path, tasks: dict[str, dict[str, Any]]) -> None:
+    names = ["good", "copied", "no-solution"]
+    command = [str(MILES), "tasks", "check", str(place / "tasks"), *names]
+    # A Python that cannot serve shows that no server was started.
+    command += ["--cache", str(place / "cache.json"), "--agent-python", "/bin/false"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1, done.stderr
+    lines = {line.split()[0]: line for line in done.stdout.splitlines() if line.strip()}
+    assert "admitted (cached)" in lines["good"]
+    assert "failed (cached)" in lines["copied"]
+    assert "is in /srv/deep/notes" in lines["copied"]
+    assert "unproven (cached)" in lines["no-solution"]
+    assert "3 from the cache" in done.stdout
