@@ -66,21 +66,31 @@ def end_tree(root: int) -> None:
 
 
 def members(init: int) -> frozenset[tuple[int, str]]:
-    """The processes of the pid namespace whose first one is `init`, without it.
+    """The processes of the pid namespace whose first one is `init`, without it and its helpers.
 
-    Each is (pid on this host, start time), which no later process shares. Zombies are left out.
+    Each is (pid on this host, start time), which no later process shares. Zombies are left out,
+    and what has the session of `init`: only its own children do, for no process can join one.
     """
-    space = _namespace(init)
+    space, session = _namespace(init), _session(init)
     found = set()
     for entry in os.listdir("/proc"):
-        if entry.isdigit() and int(entry) != init and space and _namespace(int(entry)) == space:
-            try:
-                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if fields[0] != "Z":
-                found.add((int(entry), fields[19]))
+        if entry.isdigit() and space and _namespace(int(entry)) == space:
+            state, _, _, own, *rest = _stat(int(entry))
+            if own != session and state != "Z":
+                found.add((int(entry), rest[15]))
     return frozenset(found)
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the third on; those of a zombie for one that is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ["Z"] + ["0"] * 30
+
+
+def _session(pid: int) -> str:
+    return _stat(pid)[3]
 
 
 def _namespace(pid: int) -> str:

@@ -1,0 +1,121 @@
+"""What an agent leaves running: its work when it ended by itself, gone when its time was up."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("harbor")
+from agent_scripted_model import DONE, ScriptedModel, bash, text  # noqa: E402
+from agent_server_helpers import TOML, Server, make_task  # noqa: E402
+
+from miles_core.agent_server.sandbox import processes  # noqa: E402
+from miles_core.verdicts import Cause  # noqa: E402
+
+pytestmark = pytest.mark.agent_env
+
+FORGER = (
+    "setsid sh -c 'while :; do echo 1 > /logs/verifier/reward.txt; done' "
+    ">/dev/null 2>&1 </dev/null &"
+)
+COUNT = """#!/bin/bash
+echo 0 > /logs/verifier/reward.txt
+sleep 0.5
+ps -eo args
+pgrep -f 'name=started' >/dev/null && echo 0.5 > /logs/verifier/reward.txt
+exit 0
+"""
+"""The reward is 0; 0.5 when what the task's own health check started is there."""
+SERVED = """#!/bin/bash
+pgrep -f name=served >/dev/null && r=1 || r=0
+echo $r > /logs/verifier/reward.txt
+"""
+
+
+def daemon(name: str) -> str:
+    return f"setsid sh -c 'while :; do sleep 1; done # name={name}' >/dev/null 2>&1 </dev/null &"
+
+
+def typed(line: str) -> dict[str, Any]:
+    commands = [{"keystrokes": line + "\n", "duration": 0.2}]
+    return text(json.dumps({"analysis": "", "plan": "", "commands": commands}))
+
+
+def last_output(server: Server) -> str:
+    path = max(server.trials.glob("*/harbor/*/verifier/test-stdout.txt"), key=os.path.getmtime)
+    return path.read_text()
+
+
+@pytest.fixture(scope="module")
+def hasty(tasks: Path) -> str:
+    """A task whose agent has little time and whose health check starts a daemon."""
+    check = f"""[environment.healthcheck]
+command = '''{daemon("started")}'''
+retries = 2
+"""
+    make_task(tasks, "hasty", test=COUNT, toml=TOML + check, agent_s=3.0)
+    return "hasty"
+
+
+@pytest.mark.parametrize("agent", ["mini-swe-agent", "terminus-2"])
+def test_nothing_of_an_agent_out_of_time_is_beside_the_verifier(
+    server: Server, hasty: str, agent: str
+) -> None:
+    answer = bash if agent == "mini-swe-agent" else typed
+    model = ScriptedModel([answer(FORGER), answer(f"{daemon('left')} sleep 60"), 60.0, text("")])
+    try:
+        result = server.run(hasty, agent, base_url=model.url)
+    finally:
+        model.close()
+    assert result.verdict.cause is Cause.AGENT_TIMEOUT, result.verdict
+    listed = last_output(server)
+    assert "reward.txt" not in listed and "name=left" not in listed, listed
+    assert "tmux" not in listed and "fork_agents" not in listed, listed
+    assert "name=started" in listed and result.reward == 0.5, listed
+
+
+@pytest.mark.parametrize("agent", ["mini-swe-agent", "terminus-2"])
+def test_a_server_that_an_agent_leaves_is_its_work(server: Server, tasks: Path, agent: str) -> None:
+    make_task(tasks, "serve", test=SERVED)
+    if agent == "mini-swe-agent":
+        script = [bash(daemon("served")), bash(DONE)]
+    else:
+        end = json.dumps({"analysis": "", "plan": "", "commands": [], "task_complete": True})
+        script = [typed(daemon("served")), text(end), text(end)]
+    model = ScriptedModel(script)
+    try:
+        result = server.run("serve", agent, base_url=model.url)
+    finally:
+        model.close()
+    assert (result.reward, result.verdict.cause) == (1.0, None), result.verdict
+
+
+def test_only_what_is_in_the_namespace_and_not_spared_is_ended(tmp_path: Path) -> None:
+    """A first process with children of its own, in a pid namespace made for it."""
+    ready = tmp_path / "ready"
+    left = f"setsid sleep 300 & setsid sh -c 'sleep 301 & echo > {ready}; sleep 302' &"
+    command = ["unshare", "--pid", "--fork", "--kill-child", "sh", "-c"]
+    script = f"{left} while :; do sleep 303; done"
+    holder = subprocess.Popen([*command, script], start_new_session=True)
+    outside = subprocess.Popen(["sleep", "300"], start_new_session=True)
+    try:
+        end = time.monotonic() + 10
+        while not ready.exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        init = processes.descendants(holder.pid)[0]
+        before = processes.members(init)
+        assert len(before) == 4, before
+        spared = frozenset([min(before)])
+        processes.end_members(init, spared)
+        assert processes.members(init) == spared
+        assert outside.poll() is None and Path(f"/proc/{init}").exists()
+    finally:
+        for process in (holder, outside):
+            process.kill()
+            process.wait()
