@@ -18,6 +18,10 @@ Mode = Literal["run", "require", "off"]
 
 _SHOWN = 10
 
+AGAIN = (
+    "The sandbox or the agent server failed, which says nothing of the tasks: try again. The "
+    "agent server's log is RUN/cluster/agent_server.log."
+)
 WAYS = (
     "Correct these tasks or leave their rows out, and start a new run (--new, or another "
     "--run-name). To train on them as they are: --task-check off."
@@ -27,12 +31,13 @@ WAYS = (
 class TasksRefused(UserError):
     """A run would train on tasks that are not admitted; `reports` are theirs."""
 
-    def __init__(self, reports: list[TaskReport], total: int, ways: str = WAYS) -> None:
+    def __init__(self, reports: list[TaskReport], total: int) -> None:
         lines = [f"  {r.task}: {r.state}: {r.reason}" + _fix(r) for r in reports[:_SHOWN]]
         if len(reports) > _SHOWN:
             lines.append(f"  and {len(reports) - _SHOWN} more")
         message = f"{len(reports)} of the run's {total} tasks are not admitted to training:\n"
-        super().__init__(message + "\n".join(lines), ways)
+        failed_by_world = all(r.state is State.UNDECIDED and r.nop for r in reports)
+        super().__init__(message + "\n".join(lines), AGAIN if failed_by_world else WAYS)
         self.reports = reports
 
 
