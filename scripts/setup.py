@@ -28,6 +28,7 @@ SYSTEM_COMMANDS = {
     "unshare": "util-linux",
     "prlimit": "util-linux",
 }
+AGENT_COMMANDS = {"tmux": "tmux"}  # the agent terminus-2 types into it; nothing else needs it
 PROBE = "import sys, venv, ensurepip, ssl, sqlite3, ctypes; print(*sys.version_info[:2])"
 
 
@@ -144,16 +145,13 @@ def as_root():
     return None
 
 
-def missing_packages():
-    absent = [command for command in SYSTEM_COMMANDS if shutil.which(command) is None]
-    return sorted({SYSTEM_COMMANDS[command] for command in absent})
+def missing_packages(commands=SYSTEM_COMMANDS):
+    absent = [command for command in commands if shutil.which(command) is None]
+    return sorted({commands[command] for command in absent})
 
 
-def system_packages():
-    """Install what the sandbox needs, or say how to."""
-    packages = missing_packages()
-    if not packages:
-        return
+def install(packages):
+    """Install system packages, or say how to in a SetupError."""
     command, prefix = install_command(packages), as_root()
     if command is None:
         raise SetupError("install these with your system's package manager: " + " ".join(packages))
@@ -163,8 +161,21 @@ def system_packages():
     if command[0] == "apt-get":
         run(prefix + ["apt-get", "update", "-q"])
     run(prefix + command)
-    if missing_packages():
-        raise SetupError("still missing after installing: " + " ".join(missing_packages()))
+
+
+def system_packages():
+    """Install what the sandbox needs, or say how to; then what only some agents need."""
+    packages = missing_packages()
+    if packages:
+        install(packages)
+        if missing_packages():
+            raise SetupError("still missing after installing: " + " ".join(missing_packages()))
+    packages = missing_packages(AGENT_COMMANDS)
+    if packages:
+        try:
+            install(packages)
+        except SetupError as error:
+            print(f"setup goes on without tmux: the agent terminus-2 cannot run ({error})")
 
 
 def write_locks():

@@ -58,6 +58,22 @@ def test_missing_packages_without_root_give_the_command(
         setup.system_packages()
 
 
+def test_tmux_alone_does_not_stop_the_setup(
+    setup: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in setup.SYSTEM_COMMANDS:
+        script(tmp_path / name, "exit 0")
+    script(tmp_path / "apt-get", "exit 1")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    setup.system_packages()
+    said = capsys.readouterr().out
+    assert "installing system packages: tmux" in said and "terminus-2 cannot run" in said
+
+
 def test_the_stamp_follows_the_lock_and_not_the_tool_settings(
     setup: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
