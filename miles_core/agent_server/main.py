@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
+from miles_core.agent_server import environments
 from miles_core.errors import UserError
 from miles_core.serving import bind, exit_status, url_of, watch_parent, write_ready_file
 
@@ -53,6 +54,12 @@ def parser() -> argparse.ArgumentParser:
         default=5400.0,
         help="most seconds that an agent may take, whatever its task says (%(default)s)",
     )
+    add(
+        "--keep-trials",
+        type=int,
+        default=500,
+        help="ended trials that are kept, the newest (%(default)s)",
+    )
     add("--trials-dir", type=Path, default=Path("trials"), help="results are kept here (trials)")
     add(
         "--tasks-dir",
@@ -63,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--sandbox",
         default="bubblewrap",
-        help="bubblewrap, or a Harbor environment such as docker (%(default)s)",
+        help="bubblewrap, an environment of Harbor such as docker, or module:Class (%(default)s)",
     )
     add("--agent-config", type=Path, help="YAML with prompts and limits of mini-swe-agent")
     return made
@@ -94,6 +101,11 @@ def check(args: argparse.Namespace) -> None:
     for name in ("max_concurrent", "agent_timeout"):
         if getattr(args, name) <= 0:
             raise UserError(f"--{name.replace('_', '-')} must be above 0")
+    if args.keep_trials < args.max_concurrent:
+        raise UserError(
+            f"--keep-trials {args.keep_trials} is below --max-concurrent {args.max_concurrent}: "
+            "a result must outlive the trials beside it"
+        )
     if args.agent_config is not None and not args.agent_config.is_file():
         raise UserError(f"--agent-config {args.agent_config}: no such file")
     if args.host not in LOOPBACK and not os.environ.get(SECRET):
@@ -101,33 +113,13 @@ def check(args: argparse.Namespace) -> None:
             f"--host {args.host} is reachable from other machines: set {SECRET} to a bearer token, "
             "or listen on 127.0.0.1"
         )
-    if args.sandbox == "bubblewrap":
-        check_bubblewrap()
-
-
-def check_bubblewrap() -> None:
-    """Whether this host can make the sandbox; raises UserError."""
-    from miles_core.agent_server.sandbox.system import missing_tools, probe_user_namespace
-
-    missing = missing_tools()
-    if missing:
-        raise UserError(
-            f"the bubblewrap sandbox needs {', '.join(missing)}: install them "
-            "(Debian: apt-get install bubblewrap util-linux), or use --sandbox docker"
-        )
-    if os.geteuid() != 0:
-        raise UserError("the bubblewrap sandbox needs root here; or use --sandbox docker")
-    problem = probe_user_namespace()
-    if problem:
-        raise UserError(
-            f"the bubblewrap sandbox needs user namespaces ({problem}); "
-            "allow them (sysctl kernel.unprivileged_userns_clone=1, user.max_user_namespaces), "
-            "or use --sandbox docker"
-        )
 
 
 def run(args: argparse.Namespace, listener: socket.socket, dashboard: socket.socket | None) -> int:
     """Load Harbor, prepare the sandboxes, serve until a signal; the exit status."""
+    sandbox = environments.find(args.sandbox)
+    if sandbox.ours:
+        environments.check_host()
     from miles_core.agent_server.runner import Runner, quiet_libraries
 
     quiet_libraries(args.trials_dir)
@@ -135,7 +127,7 @@ def run(args: argparse.Namespace, listener: socket.socket, dashboard: socket.soc
     from miles_core.agent_server.inside.seccomp import missing as no_filter
     from miles_core.agent_server.sandbox.cgroups import CgroupTree
     from miles_core.agent_server.sandbox.system import make_base
-    from miles_core.agent_server.settings import BUBBLEWRAP, ServerSettings
+    from miles_core.agent_server.settings import ServerSettings
 
     try:
         agent_config = load_agent_config(args.agent_config)
@@ -146,19 +138,18 @@ def run(args: argparse.Namespace, listener: socket.socket, dashboard: socket.soc
         trials_dir=args.trials_dir.resolve(),
         agent_timeout_s=args.agent_timeout,
         max_concurrent=args.max_concurrent,
-        sandbox=args.sandbox,
+        sandbox=sandbox,
         agent_config=agent_config,
     )
-    check_sandbox_name(args.sandbox)
     settings.trials_dir.mkdir(parents=True, exist_ok=True)
     base = tree = None
-    if args.sandbox == BUBBLEWRAP:
+    if sandbox.ours:
         tree = CgroupTree()
         base = make_base(settings.trials_dir / ".base")
     runner = Runner(settings, base, tree)
     health: dict[str, Any] = {
         "capacity": settings.max_concurrent,
-        "sandbox": settings.sandbox,
+        "sandbox": sandbox.name,
         "limits": {**tree.limits, "seccomp": no_filter() or "filter"} if tree else {},
         "harbor_version": importlib.metadata.version("harbor"),
         "agent_timeout_s": settings.agent_timeout_s,
@@ -174,17 +165,6 @@ def run(args: argparse.Namespace, listener: socket.socket, dashboard: socket.soc
     return 0
 
 
-def check_sandbox_name(name: str) -> None:
-    """Whether Harbor knows an environment of this name; raises UserError."""
-    from harbor.models.environment_type import EnvironmentType
-
-    known = ["bubblewrap", *[kind.value for kind in EnvironmentType]]
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(f"--sandbox {name}: not one of {', '.join(known)}{hint}")
-
-
 async def _serve(
     args: argparse.Namespace,
     settings: Any,
@@ -196,6 +176,7 @@ async def _serve(
     import uvicorn
 
     from miles_core.agent_server.app import make_app, make_dashboard
+    from miles_core.agent_server.retention import Retention
     from miles_core.agent_server.sandbox.errors import SandboxError
     from miles_core.agent_server.trials import TrialManager
 
@@ -205,6 +186,9 @@ async def _serve(
         raise UserError(str(error)) from error
     manager = TrialManager(runner, settings.trials_dir, settings.max_concurrent)
     lost = manager.open()
+    retention = Retention(settings.trials_dir, args.keep_trials)
+    retention.open()
+    manager.watchers.append(lambda record: retention.ended(record.trial_id))
     if lost:
         print(f"ended {len(lost)} trials that an earlier server left: server_restarted")
     token = os.environ.get(SECRET) or None
@@ -229,13 +213,14 @@ async def _serve(
     host, port = listener.getsockname()[:2]
     if args.ready_file is not None:
         write_ready_file(args.ready_file, host, port)
-    print(f"agent server on {url_of(host, port)}, sandbox {settings.sandbox}", flush=True)
+    print(f"agent server on {url_of(host, port)}, sandbox {settings.sandbox.name}", flush=True)
     if dashboard is not None:
         print(f"dashboard on {url_of(*dashboard.getsockname()[:2])}/", flush=True)
     await asyncio.wait(
         [asyncio.create_task(stop.wait()), *serving], return_when=asyncio.FIRST_COMPLETED
     )
     await manager.close()
+    await retention.close()
     for server in servers:
         server.should_exit = True
     await asyncio.gather(*serving)

@@ -28,7 +28,7 @@ from miles_core.agent_server.sandbox.cgroups import CgroupTree
 from miles_core.agent_server.sandbox.environment import HOSTS, SandboxHost
 from miles_core.agent_server.sandbox.forks import Helpers
 from miles_core.agent_server.sandbox.system import agent_binds
-from miles_core.agent_server.settings import BUBBLEWRAP, ServerSettings
+from miles_core.agent_server.settings import ServerSettings
 from miles_core.agent_server.tasks import TaskProblem, TaskSet, check_for_bubblewrap, one_line
 from miles_core.agent_server.verdict import Ended, decide, metrics
 from miles_core.verdicts import Cause, Verdict
@@ -56,7 +56,7 @@ class Runner:
 
     async def open(self) -> None:
         """Load the agent where it is run from here; raises SandboxError."""
-        if self.settings.sandbox == BUBBLEWRAP:
+        if self.settings.sandbox.ours:
             await self._helpers.start()
 
     def close(self) -> None:
@@ -121,9 +121,8 @@ class Runner:
             if host is not None:
                 await host.close()
         names = host.names if host is not None else {}
-        directories = (task.paths.task_dir, trial.paths.trial_dir)
         settle(job, trial.result, trial.paths.trial_dir)
-        ended = Ended(trial.result, job, reached, *directories, names)
+        ended = Ended(trial.result, job, reached, task, trial.paths.trial_dir, names)
         verdict = decide(ended)
         total = time.monotonic() - started
         status = job.exit_status if verdict.cause is None else None
@@ -131,7 +130,7 @@ class Runner:
 
     def _check(self, task: Task, request: TrialRequest) -> None:
         choose.check(request)
-        if self.settings.sandbox == BUBBLEWRAP:
+        if self.settings.sandbox.ours:
             check_for_bubblewrap(task, request.agent_name)
 
     def _host(self, trial_id: str, request: TrialRequest) -> SandboxHost | None:
@@ -159,16 +158,10 @@ class Runner:
             trial_name=trial_id,
             trials_dir=self.settings.trials_dir / trial_id / "harbor",
             agent=agent,
-            environment=self._environment(trial_id),
+            environment=EnvironmentConfig.model_validate(self.settings.sandbox.config(trial_id)),
             verifier=VerifierConfig(max_timeout_sec=bounds.VERIFIER_LIMIT_S),
             environment_build_timeout_multiplier=min(1.0, bounds.BUILD_LIMIT_S / build),
         )
-
-    def _environment(self, trial_id: str) -> EnvironmentConfig:
-        if self.settings.sandbox != BUBBLEWRAP:
-            return EnvironmentConfig.model_validate({"type": self.settings.sandbox})
-        path = "miles_core.agent_server.sandbox.environment:BubblewrapEnvironment"
-        return EnvironmentConfig(import_path=path, kwargs={"trial_id": trial_id})
 
 
 async def _bounded(trial: Trial, host: SandboxHost | None, limit_s: float) -> None:

@@ -1,4 +1,4 @@
-"""What the server was started with, and the two kinds of sandbox."""
+"""What the server was started with."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-BUBBLEWRAP = "bubblewrap"
+from miles_core.agent_server.environments import Sandbox
 
 BUILD_LIMIT_S = 240.0
 SETUP_LIMIT_S = 60.0
@@ -22,7 +22,7 @@ class ServerSettings:
     trials_dir: Path
     agent_timeout_s: float = 5400.0
     max_concurrent: int = 32
-    sandbox: str = BUBBLEWRAP
+    sandbox: Sandbox = field(default_factory=Sandbox.bubblewrap)
     agent_config: dict[str, Any] = field(default_factory=dict)
 
     @property

@@ -18,7 +18,7 @@ from miles_core.agent_server.agents.job import AgentJob
 from miles_core.agent_server.agents.mini import MINI, installed
 from miles_core.agent_server.agents.terminus import TERMINUS
 from miles_core.agent_server.protocol import PROBE, TrialRequest
-from miles_core.agent_server.settings import BUBBLEWRAP, SETUP_LIMIT_S, ServerSettings
+from miles_core.agent_server.settings import SETUP_LIMIT_S, ServerSettings
 from miles_core.agent_server.tasks import TaskProblem
 from miles_core.verdicts import Cause
 
@@ -58,7 +58,7 @@ def job_of(request: TrialRequest, settings: ServerSettings) -> AgentJob:
 
 def _ours(request: TrialRequest, settings: ServerSettings) -> bool:
     """Whether the agent is one of ours, whose every model call is seen."""
-    mini = request.agent_name == MINI and settings.sandbox == BUBBLEWRAP
+    mini = request.agent_name == MINI and settings.sandbox.ours
     return mini or request.agent_name == TERMINUS
 
 
@@ -105,7 +105,7 @@ async def agent_config(
             kwargs={"trial_id": trial_id},
             **values,
         )
-    if name == MINI and settings.sandbox == BUBBLEWRAP:
+    if name == MINI and settings.sandbox.ours:
         return AgentConfig(
             import_path=f"{__package__}.mini:MiniSweAgent", kwargs={"trial_id": trial_id}, **values
         )

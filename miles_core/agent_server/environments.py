@@ -1,0 +1,88 @@
+"""Which environment of Harbor a `--sandbox` means: ours, one that Harbor has, or a class."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from miles_core.errors import UserError
+
+BUBBLEWRAP = "bubblewrap"
+OURS = "miles_core.agent_server.sandbox.environment:BubblewrapEnvironment"
+
+
+@dataclass(frozen=True)
+class Sandbox:
+    """A kind of sandbox; `ours` for the bubblewrap environment and classes derived from it."""
+
+    name: str
+    ours: bool
+    import_path: str | None = None
+
+    @classmethod
+    def bubblewrap(cls) -> Sandbox:
+        return cls(BUBBLEWRAP, True, OURS)
+
+    def config(self, trial_id: str) -> dict[str, Any]:
+        """The fields of Harbor's EnvironmentConfig for one trial."""
+        if self.import_path is None:
+            return {"type": self.name}
+        return {
+            "import_path": self.import_path,
+            "kwargs": {"trial_id": trial_id} if self.ours else {},
+        }
+
+
+def find(name: str) -> Sandbox:
+    """The sandbox of a name or of `package.module:Class`; raises UserError."""
+    if name == BUBBLEWRAP:
+        return Sandbox.bubblewrap()
+    if ":" in name:
+        return _by_class(name)
+    from harbor.models.environment_type import EnvironmentType
+
+    known = [BUBBLEWRAP, *[kind.value for kind in EnvironmentType]]
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(f"--sandbox {name}: not one of {', '.join(known)}{hint}")
+    return Sandbox(name, False)
+
+
+def _by_class(name: str) -> Sandbox:
+    from harbor.environments.base import BaseEnvironment
+
+    from miles_core.agent_server.sandbox.environment import BubblewrapEnvironment
+
+    module, _, attribute = name.partition(":")
+    try:
+        made = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"--sandbox {name}: cannot be imported ({error})") from error
+    if not (isinstance(made, type) and issubclass(made, BaseEnvironment)):
+        raise UserError(f"--sandbox {name}: is not a subclass of Harbor's BaseEnvironment")
+    return Sandbox(name, issubclass(made, BubblewrapEnvironment), name)
+
+
+def check_host() -> None:
+    """Whether this host can make our sandboxes; raises UserError."""
+    from miles_core.agent_server.sandbox.system import missing_tools, probe_user_namespace
+
+    missing = missing_tools()
+    if missing:
+        raise UserError(
+            f"the bubblewrap sandbox needs {', '.join(missing)}: install them "
+            "(Debian: apt-get install bubblewrap util-linux), or use --sandbox docker"
+        )
+    if os.geteuid() != 0:
+        raise UserError("the bubblewrap sandbox needs root here; or use --sandbox docker")
+    problem = probe_user_namespace()
+    if problem:
+        raise UserError(
+            f"the bubblewrap sandbox needs user namespaces ({problem}); "
+            "allow them (sysctl kernel.unprivileged_userns_clone=1, user.max_user_namespaces), "
+            "or use --sandbox docker"
+        )
