@@ -35,22 +35,34 @@ TASK = {
     "solution/solve.sh": "#!/bin/bash\necho 42 > /app/answer.txt\n",
 }
 COMMANDS = ["echo 42 > /app/answer.txt", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"]
-EXPECTED = {"nop": 0.0, "oracle": 1.0, "mini-swe-agent": 1.0}
+TYPED = [
+    {"commands": [{"keystrokes": COMMANDS[0] + "\n", "duration": 0}], "task_complete": True},
+    {"commands": [], "task_complete": True},
+]
+EXPECTED = {"nop": 0.0, "oracle": 1.0, "mini-swe-agent": 1.0, "terminus-2": 1.0}
+
+
+def answer(turn: int, body: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """What the model says: a call of `bash` where there are tools, else JSON for terminus-2."""
+    if "tools" not in body:
+        said = {"analysis": "", "plan": "", **TYPED[min(turn, len(TYPED) - 1)]}
+        return {"role": "assistant", "content": json.dumps(said)}, "stop"
+    arguments = json.dumps({"command": COMMANDS[min(turn, len(COMMANDS) - 1)]})
+    function = {"name": "bash", "arguments": arguments}
+    call = {"id": f"c{turn}", "type": "function", "function": function}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}, "tool_calls"
 
 
 class Model(BaseHTTPRequestHandler):
-    """Calls the tool `bash` with the command whose turn it is."""
+    """Answers at once with the action whose turn it is."""
 
     protocol_version = "HTTP/1.1"
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         turn = sum(message["role"] == "assistant" for message in body["messages"])
-        arguments = json.dumps({"command": COMMANDS[min(turn, len(COMMANDS) - 1)]})
-        function = {"name": "bash", "arguments": arguments}
-        call = {"id": f"c{turn}", "type": "function", "function": function}
-        message = {"role": "assistant", "content": None, "tool_calls": [call]}
-        data = json.dumps({"choices": [{"message": message, "finish_reason": "tool_calls"}]})
+        message, reason = answer(turn, body)
+        data = json.dumps({"choices": [{"message": message, "finish_reason": reason}]})
         self.send_response(200)
         self.send_header("content-length", str(len(data)))
         self.end_headers()
@@ -74,14 +86,15 @@ async def measure(url: str, model: str, trials: int, concurrent: int) -> dict[st
             return time.monotonic() - began, result.agent_metrics
 
         for agent in EXPECTED:
-            await one(agent, -1)
+            first = await one(agent, -1)
             pairs = [await one(agent, number) for number in range(trials)]
             seconds = [pair[0] for pair in pairs]
             began = time.monotonic()
             await asyncio.gather(*(one(agent, number) for number in range(concurrent)))
-            phases = ("env_setup_time", "agent_run_time", "eval_time")
+            phases = ("env_setup_time", "agent_setup_time", "agent_run_time", "eval_time")
             report[agent] = {
                 "trials": trials,
+                "first_s": round(first[0], 4),
                 "median_s": round(statistics.median(seconds), 4),
                 "max_s": round(max(seconds), 4),
                 **{
@@ -142,7 +155,9 @@ def main() -> None:
     for agent in EXPECTED:
         row = report[agent]
         print(
-            f"{agent:15} median {row['median_s']:.3f} s, max {row['max_s']:.3f} s, "
+            f"{agent:15} first {row['first_s']:.3f} s, median {row['median_s']:.3f} s "
+            f"(agent {row['median_agent_setup_time'] + row['median_agent_run_time']:.3f} s), "
+            f"max {row['max_s']:.3f} s, "
             f"{row['concurrent']} at once {row['concurrent_wall_s']:.2f} s"
         )
 
