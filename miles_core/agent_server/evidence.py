@@ -17,6 +17,8 @@ OUTPUT = "test-stdout.txt"
 READ_LIMIT = 256 << 10
 """Bytes of a verifier's output, from its end, and of a task's text file that are looked at."""
 
+DECLARE = "a task whose grade does not depend on it declares network_mode = 'no-network'"
+
 NO_NETWORK = re.compile(
     r"Network is unreachable|Temporary failure in name resolution|Name or service not known"
     r"|Could not resolve host|Failed to resolve '|Temporary failure resolving '"
@@ -49,17 +51,19 @@ PACKAGES = frozenset(_COMMON.split())
 """Modules that are no agent's to write, even where an instruction speaks of them."""
 
 
-def no_grade(task_dir: Path, trial_dir: Path, names: list[str]) -> str | None:
+def no_grade(task_dir: Path, trial_dir: Path, names: list[str] | None) -> str | None:
     """Why a low reward of this trial's verifier is no grade, in one line, or None.
 
-    `names` are those that were looked up while the verifier ran.
+    `names` are those that were looked up while the verifier ran; None says that the task declares
+    that it needs no network, so that nothing which a verifier misses there spoils a grade.
     """
     if names:
-        return f"the verifier looks for {', '.join(names[:5])}, and the sandbox has no network"
+        looks = f"the verifier looks for {', '.join(names[:5])}, and the sandbox has no network"
+        return f"{looks}; {DECLARE}"
     for output in outputs(trial_dir):
         found = NO_NETWORK.search(output)
-        if found:
-            return f"the verifier needs the network: {_line(output, found)}"
+        if found and names is not None:
+            return f"the verifier needs the network: {_line(output, found)}; {DECLARE}"
         for found in NOT_FOUND.finditer(output):
             tool = next(group for group in found.groups() if group)
             if TOOLS.fullmatch(tool) and shutil.which(tool, path=PATH) is None:

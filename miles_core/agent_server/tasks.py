@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from harbor.models.task.config import NetworkMode
 from harbor.models.task.task import Task
+from harbor.utils.env import get_required_host_vars
 
 from miles_core.agent_server.protocol import valid_id
 from miles_core.verdicts import Cause
@@ -21,6 +23,10 @@ NETWORK_COMMANDS = re.compile(
     r"|\bgit\s+clone\s+(?:https?|git|ssh)\b|\bcargo\s+(?:install|fetch)\b|\bgo\s+(?:get|install)\s"
 )
 """Shell commands that fetch from the internet."""
+
+
+SECRETS = frozenset({"HARBOR_ADMIN_SECRET", "MILES_SESSION_TOKEN"})
+"""Variables of this server's environment that no task may read."""
 
 
 class TaskProblem(Exception):
@@ -69,6 +75,7 @@ class TaskSet:
         except Exception as error:  # whatever the parser makes of a file of unknown origin
             raise TaskProblem(Cause.TASK_INVALID, f"{directory}: {one_line(error)}") from error
         _check_limits(task)
+        _check_variables(task)
         return task
 
 
@@ -88,12 +95,56 @@ def _check_limits(task: Task) -> None:
             raise TaskProblem(
                 Cause.TASK_INVALID, f"{task.paths.config_path}: {name} = {value:g} is not above 0"
             )
+    for name in ("memory_mb", "storage_mb", "cpus"):  # 0 is the default, as for Docker
+        value = getattr(config.environment, name)
+        if value is not None and not value >= 0:
+            raise TaskProblem(
+                Cause.TASK_INVALID, f"{task.paths.config_path}: {name} = {value:g} is below 0"
+            )
+
+
+def _check_variables(task: Task) -> None:
+    """Raise TaskProblem for a value of the host's environment that a task must not or cannot have.
+
+    Harbor puts a variable of this process in the place of `"${NAME}"` in a table `env`.
+    """
+    config = task.config
+    tables = {"environment.env": config.environment.env, "verifier.env": config.verifier.env}
+    tables["solution.env"] = config.solution.env
+    for step in config.steps or []:
+        tables[f"steps.{step.name}.verifier.env"] = step.verifier.env
+    for table, values in tables.items():
+        for name, default in get_required_host_vars(values):
+            if name in SECRETS:
+                problem = "is a secret of this server"
+            elif name not in os.environ and default is None:
+                problem = "is not set where the agent server runs"
+            else:
+                continue
+            raise TaskProblem(
+                Cause.TASK_INVALID, f"{task.paths.config_path}: ${{{name}}} in {table} {problem}"
+            )
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:
     """An exception as one line for a person."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}"[:limit]
+
+
+def verifier_needs_no_network(task: Task) -> bool:
+    """Whether the task declares that none of its verifiers has a network."""
+    if task.config.environment.network_mode is not NetworkMode.NO_NETWORK:
+        return False
+    return all(mode in (None, NetworkMode.NO_NETWORK) for mode in _verifier_modes(task).values())
+
+
+def _verifier_modes(task: Task) -> dict[str, NetworkMode | None]:
+    """What each `verifier` table says of the network; None where it says nothing."""
+    modes = {"verifier": task.config.verifier.network_mode}
+    for step in task.config.steps or []:
+        modes[f"steps.{step.name}.verifier"] = step.verifier.network_mode
+    return modes
 
 
 def check_for_bubblewrap(task: Task, agent_name: str) -> None:
@@ -115,6 +166,10 @@ def check_for_bubblewrap(task: Task, agent_name: str) -> None:
         roots = [task.paths.task_dir, *sorted(task.paths.task_dir.glob("steps/*"))]
         directories = [root / name for root in roots for name in names]
         problem = network_need(task.paths.task_dir, directories)
+    else:
+        for table, mode in _verifier_modes(task).items():
+            if mode not in (None, NetworkMode.NO_NETWORK):
+                problem = f"task.toml: network_mode = {mode.value!r} of {table}"
     if problem:
         raise TaskProblem(
             Cause.SANDBOX_UNSUPPORTED,
