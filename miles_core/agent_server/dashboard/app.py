@@ -29,13 +29,8 @@ from miles_core.agent_server.dashboard.view import DashboardView
 from miles_core.agent_server.protocol import Phase, TrialState, valid_id
 from miles_core.verdicts import Cause, VerdictKind
 
-PAGE = {
-    "/": ("index.html", "text/html; charset=utf-8"),
-    "/dashboard.css": ("dashboard.css", "text/css; charset=utf-8"),
-    "/dashboard.js": ("dashboard.js", "text/javascript; charset=utf-8"),
-    "/panel.js": ("panel.js", "text/javascript; charset=utf-8"),
-    "/dom.js": ("dom.js", "text/javascript; charset=utf-8"),
-}
+PAGE = ("index.html", "dashboard.css", "dashboard.js", "overview.js", "panel.js", "dom.js")
+KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 
 HEADERS = {
     "content-security-policy": (
@@ -146,8 +141,9 @@ def make_dashboard_app(view: DashboardView, trials_dir: Path, token: str | None)
 def _serve_page(app: FastAPI) -> None:
     """A route for each file of the page; they are read once, and no path comes from a request."""
     folder = resources.files("miles_core.agent_server.dashboard").joinpath("page")
-    for route, (name, kind) in PAGE.items():
+    for name in PAGE:
         data = folder.joinpath(name).read_bytes()
+        kind = f"{KINDS[name.rpartition('.')[2]]}; charset=utf-8"
 
         def get(request: Request, data: bytes = data, kind: str = kind) -> Response:
             tag = _tag(data)
@@ -156,7 +152,7 @@ def _serve_page(app: FastAPI) -> None:
                 return Response(status_code=304, headers=headers)
             return Response(data, media_type=kind, headers=headers)
 
-        app.add_route(route, get, methods=["GET"])
+        app.add_route("/" if name == "index.html" else f"/{name}", get, methods=["GET"])
 
 
 def _set_errors(app: FastAPI) -> None:

@@ -103,6 +103,7 @@ def detail(
     metrics = result.get("agent_metrics") if row["state"] == "ended" else None
     return {
         "trial": row,
+        "kept": bool(started or result),
         "request": cleaner.value(request if request is not None else started.get("request", {})),
         "verdict": cleaner.value(verdict),
         "exit_status": cleaner.value(result.get("exit_status")) if verdict else None,

@@ -17,7 +17,6 @@ from miles_core.agent_server.protocol import Phase, TrialState
 from miles_core.agent_server.trials import SHOWN, Record, TrialManager
 from miles_core.verdicts import Cause, VerdictKind
 
-
 FACTS = ("capacity", "sandbox", "harbor_version", "agent_timeout_s", "trial_timeout_s")
 """What is shown of the unchanging parts of the server's health."""
 
@@ -25,7 +24,9 @@ FACTS = ("capacity", "sandbox", "harbor_version", "agent_timeout_s", "trial_time
 class Working(Protocol):
     """An agent that is at work."""
 
-    turns: int
+    @property
+    def turns(self) -> int | None:
+        """Its answered model calls; None where they are not seen."""
 
 
 class DashboardView:

@@ -92,13 +92,17 @@ function fill(data) {
     ...data.outputs.agent.map((output) => ({ kind: "output", of: "Agent", ...output })),
     ...data.outputs.log.map((output) => ({ kind: "output", of: "Trial", ...output })),
   ];
-  if (!data.trajectories.length) sections.unshift({ kind: "none", text: noTrajectory(trial) });
-  if (!data.outputs.verifier.length && parts.ended) sections.push({ kind: "none", text: "The verifier printed nothing." });
+  if (!data.trajectories.length) sections.unshift({ kind: "none", text: noTrajectory(data) });
+  if (!data.outputs.verifier.length && parts.ended && data.kept) sections.push({ kind: "none", text: "The verifier printed nothing." });
   fillSections(sections);
 }
 
-const noTrajectory = (trial) =>
-  trial.state === "ended" ? "This trial left no trajectory." : "No trajectory so far.";
+function noTrajectory(data) {
+  if (!data.kept) return "The files of this trial are no longer kept.";
+  return parts.ended
+    ? "This trial left no trajectory."
+    : "The trajectory is shown when the agent has ended and its files are out of the sandbox.";
+}
 
 export function badge(element, trial) {
   const kind = trial.state === "ended" ? trial.kind : trial.state;
@@ -152,12 +156,13 @@ function fillPhases(data) {
 
 function fillFacts(data) {
   const { trial, request, metrics } = data;
-  const facts = [["agent", trial.agent], ["began", clock(trial.created_at)]];
+  const facts = [["agent", trial.agent], ["accepted", clock(trial.created_at)]];
   if (trial.ended_at) facts.push(["ended", clock(trial.ended_at)]);
   if (trial.seconds !== null) facts.push(["took", seconds(trial.seconds)]);
   for (const [name, value] of Object.entries({ ...(metrics ?? { turns: trial.turns }), ...request })) {
     if (name.endsWith("_time") || value === null || value === undefined) continue;
-    facts.push([words(name.replace(/^n_/, "")), typeof value === "object" ? pairs(value) : plain(value)]);
+    if (name.endsWith("_s")) facts.push([words(name.slice(0, -2)), seconds(value)]);
+    else facts.push([words(name.replace(/^n_/, "")), typeof value === "object" ? pairs(value) : plain(value)]);
   }
   patch(parts.facts, facts.filter((fact) => fact[1]), ([name, value]) =>
     el("div", {}, el("dt", {}, name), el("dd", {}, value)));
