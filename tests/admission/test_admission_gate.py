@@ -35,8 +35,8 @@ WRONG = "#!/bin/bash\necho wrong > /app/answer.txt\n"
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("gate-tasks")
-    for name in ("good", "other"):
-        make_task(root, name)
+    make_task(root, "good")
+    make_task(root, "other", solve="#!/bin/bash\nset -e\necho forty-two > /app/answer.txt\n")
     make_task(root, "wrong", solve=WRONG)
     make_task(root, "no-solution", solve=None)
     return root
