@@ -18,6 +18,7 @@ from miles_core.errors import UserError
 from miles_core.serving import bind, exit_status, url_of, watch_parent, write_ready_file
 
 SECRET = "HARBOR_ADMIN_SECRET"
+GIGABYTE = 1e9
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -72,6 +73,19 @@ def parser() -> argparse.ArgumentParser:
         default="bubblewrap",
         help="bubblewrap, an environment of Harbor such as docker, or module:Class (%(default)s)",
     )
+    add(
+        "--images",
+        choices=["host", "buildah", "podman"],
+        default="host",
+        help="what builds the images of the bubblewrap sandbox that the host's own system cannot "
+        "stand in for; host: nothing does (%(default)s)",
+    )
+    add(
+        "--images-cache-gb",
+        type=float,
+        default=20.0,
+        help="disk that images of the bubblewrap sandbox may take, in 10^9 bytes (%(default)s)",
+    )
     add("--agent-config", type=Path, help="YAML with prompts and limits of mini-swe-agent")
     return made
 
@@ -98,7 +112,7 @@ def check(args: argparse.Namespace) -> None:
         raise UserError("no tasks: give --tasks-dir DIR or set HARBOR_TASKS_DIR")
     if not args.tasks_dir.is_dir():
         raise UserError(f"--tasks-dir {args.tasks_dir}: no such directory; name the Harbor tasks")
-    for name in ("max_concurrent", "agent_timeout"):
+    for name in ("max_concurrent", "agent_timeout", "images_cache_gb"):
         if getattr(args, name) <= 0:
             raise UserError(f"--{name.replace('_', '-')} must be above 0")
     if args.keep_trials < args.max_concurrent:
@@ -126,7 +140,7 @@ def run(args: argparse.Namespace, listener: socket.socket, dashboard: socket.soc
     from miles_core.agent_server.agents import AGENTS, load_agent_config
     from miles_core.agent_server.inside.seccomp import missing as no_filter
     from miles_core.agent_server.sandbox.cgroups import CgroupTree
-    from miles_core.agent_server.sandbox.system import make_base
+    from miles_core.agent_server.sandbox.images import open_images
     from miles_core.agent_server.settings import ServerSettings
 
     try:
@@ -142,11 +156,11 @@ def run(args: argparse.Namespace, listener: socket.socket, dashboard: socket.soc
         agent_config=agent_config,
     )
     settings.trials_dir.mkdir(parents=True, exist_ok=True)
-    base = tree = None
+    images = tree = None
     if sandbox.ours:
         tree = CgroupTree()
-        base = make_base(settings.trials_dir / ".base")
-    runner = Runner(settings, base, tree)
+        images = open_images(settings.trials_dir, args.images, int(args.images_cache_gb * GIGABYTE))
+    runner = Runner(settings, images, tree)
     health: dict[str, Any] = {
         "capacity": settings.max_concurrent,
         "sandbox": sandbox.name,

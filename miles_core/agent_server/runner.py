@@ -27,6 +27,7 @@ from miles_core.agent_server.protocol import Phase, TrialRequest, TrialResult
 from miles_core.agent_server.sandbox.cgroups import CgroupTree
 from miles_core.agent_server.sandbox.environment import HOSTS, SandboxHost
 from miles_core.agent_server.sandbox.forks import Helpers
+from miles_core.agent_server.sandbox.images import Images
 from miles_core.agent_server.sandbox.system import agent_binds
 from miles_core.agent_server.settings import ServerSettings
 from miles_core.agent_server.tasks import TaskProblem, TaskSet, check_for_bubblewrap, one_line
@@ -47,11 +48,11 @@ PHASES = {
 class Runner:
     """Runs trials in the sandboxes of one server."""
 
-    def __init__(self, settings: ServerSettings, base: Path | None, tree: CgroupTree | None):
+    def __init__(self, settings: ServerSettings, images: Images | None, tree: CgroupTree | None):
         self.settings = settings
         self._helpers = Helpers()
         self.tasks = TaskSet(settings.tasks_dir)
-        self._base = base
+        self._images = images
         self._tree = tree
 
     async def open(self) -> None:
@@ -134,10 +135,10 @@ class Runner:
             check_for_bubblewrap(task, request.agent_name)
 
     def _host(self, trial_id: str, request: TrialRequest) -> SandboxHost | None:
-        if self._base is None or self._tree is None:
+        if self._images is None or self._tree is None:
             return None
         relays = choose.relays(request)
-        return SandboxHost(trial_id, self._base, self._tree, agent_binds(), relays, self._helpers)
+        return SandboxHost(trial_id, self._images, self._tree, agent_binds(), relays, self._helpers)
 
     async def _create(self, trial_id: str, task: Task, request: TrialRequest) -> Trial:
         limit = task.config.agent.timeout_sec

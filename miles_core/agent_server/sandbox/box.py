@@ -25,6 +25,7 @@ from miles_core.agent_server.sandbox.accounts import ROOT, Account
 from miles_core.agent_server.sandbox.askers import asked_by
 from miles_core.agent_server.sandbox.errors import SandboxError
 from miles_core.agent_server.sandbox.forks import Forks, Helpers
+from miles_core.agent_server.sandbox.layers import Root
 from miles_core.agent_server.sandbox.lookups import ADDRESSES, Lookups
 from miles_core.agent_server.sandbox.relay import Relay, listen_inside, socket_inside
 from miles_core.agent_server.sandbox.streams import OUTPUT_LIMIT, Completed, pipes
@@ -58,7 +59,7 @@ INIT = "echo ready; while :; do sleep 1000000; done"
 class BoxSettings:
     """What a sandbox is made of."""
 
-    base: Path
+    root: Root
     disk_mb: int
     limits: cgroups.Limits
     binds: list[tuple[str, str]] = field(default_factory=list)
@@ -171,16 +172,11 @@ class Box:
             *[word for capability in capabilities for word in capability],
             *["--as-pid-1", "--info-fd", "2", "/bin/sh", "-c", INIT],
         ]
-        base = shlex.quote(str(settings.base))
-        options = "userxattr,workdir"
         return f"""set -e
 read go
 {self._join_script()}
 mount -t tmpfs -o size={settings.disk_mb}m,mode=755 sandbox {STAGE}
-mkdir {STAGE}/u {STAGE}/w {STAGE}/m {STAGE}/uu {STAGE}/uw
-mount -t overlay overlay -o {options}={STAGE}/w,lowerdir={base},upperdir={STAGE}/u {STAGE}/m
-mount -t overlay overlay -o {options}={STAGE}/uw,lowerdir=/usr,upperdir={STAGE}/uu {STAGE}/m/usr
-rm -f {STAGE}/m/usr/lib/python3*/EXTERNALLY-MANAGED || true
+{settings.root.mount_script(STAGE)}
 exec {shlex.join(bwrap)}
 """
 
@@ -260,6 +256,18 @@ exec {shlex.join(bwrap)}
             finally:
                 self._running.discard(fork.pid)
                 fork.end()
+
+    def open_written(self) -> tuple[int, int]:
+        """Descriptors of what was written to the root and to /usr; they outlive the sandbox."""
+        assert self._holder is not None
+        stage = f"/proc/{self._holder.pid}/root{STAGE}"
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+        root = os.open(f"{stage}/u", flags)
+        try:
+            return root, os.open(f"{stage}/uu", flags)
+        except OSError:
+            os.close(root)
+            raise
 
     def kill(self) -> None:
         """End every process of the sandbox, at once."""

@@ -1,136 +1,306 @@
-"""Following a task's Dockerfile inside a sandbox that has started."""
+"""Following a task's Dockerfile in sandboxes of the host's own system."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from miles_core.agent_server.sandbox import dockerfile
-from miles_core.agent_server.sandbox.box import PATH
-from miles_core.agent_server.sandbox.dockerfile import Instruction
-from miles_core.agent_server.sandbox.errors import SandboxUnsupported
+from miles_core.agent_server.sandbox import accounts, copying, dockerfile
+from miles_core.agent_server.sandbox.box import PATH, Box
+from miles_core.agent_server.sandbox.context import Context
+from miles_core.agent_server.sandbox.copying import Given
+from miles_core.agent_server.sandbox.dockerfile import Dockerfile, Heredoc, Instruction
+from miles_core.agent_server.sandbox.errors import SandboxError
 
-if TYPE_CHECKING:
-    from miles_core.agent_server.sandbox.environment import BubblewrapEnvironment
+COPY_FLAGS = ("from", "chown", "chmod", "link")
+RUN_LIMIT_S = 1800.0
+"""The most seconds of one RUN; the whole build of an image has a limit of its own."""
+
+_MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
+_END_PROCESSES = ["sh", "-c", "kill -9 -1"]
+
+
+def platform() -> dict[str, str]:
+    """The ARGs that a builder sets by itself."""
+    machine = os.uname().machine
+    kind = _MACHINES.get(machine, machine)
+    given = {"PLATFORM": f"linux/{kind}", "OS": "linux", "ARCH": kind, "VARIANT": ""}
+    return {f"{side}{key}": value for side in ("TARGET", "BUILD") for key, value in given.items()}
 
 
 @dataclass
 class ImageState:
-    """What the instructions so far have set."""
+    """What an image says about the commands that are run in it; `user` None is root."""
 
     workdir: str = "/"
     user: str | None = None
     env: dict[str, str] = field(default_factory=lambda: {"PATH": PATH})
-    arguments: dict[str, str] = field(default_factory=dict)
     shell: list[str] = field(default_factory=lambda: ["/bin/sh", "-c"])
 
-    def variables(self) -> dict[str, str]:
-        return {**self.arguments, **self.env}
+
+@dataclass
+class Workplace:
+    """A started sandbox; `names` gives the public names that were looked up in it so far."""
+
+    box: Box
+    names: Callable[[], list[str]]
 
 
-async def build(environment: BubblewrapEnvironment, context: Path) -> None:
-    """Apply the Dockerfile of `context` (the task's environment directory), if there is one.
+class HostBuild:
+    """One Dockerfile that is followed; `new` starts the sandbox of a further stage.
 
-    Raises SandboxUnsupported, naming the line, for an instruction that this sandbox cannot follow
-    and for a RUN that fails: there is no network, and no image beside the host's own system.
+    `follow` raises DockerfileInvalid for what no builder would take, and SandboxUnsupported for
+    what a sandbox without a network and without images cannot do. Both name the line.
     """
-    path = context / "Dockerfile"
-    image = environment.task_env_config.docker_image
-    if not path.is_file():
-        if image:
-            dockerfile.check_image(image, "task.toml: docker_image")
-        return
-    instructions = dockerfile.parse(path.read_text(errors="replace"))
-    stages = [made for made in instructions if made.name == "FROM"]
-    if not stages:
-        raise SandboxUnsupported("Dockerfile: there is no FROM, so no image can be built from it")
-    if len(stages) > 1:
-        raise SandboxUnsupported(f"{stages[1].where()}: only one stage is supported")
-    for instruction in instructions:
-        await _apply(environment, context, instruction)
+
+    def __init__(
+        self, file: Dockerfile, context: Context, new: Callable[[], Awaitable[Workplace]]
+    ) -> None:
+        self._file = file
+        self._context = context
+        self._new = new
+        self._stages: dict[int, Box] = {}
+
+    async def follow(self, place: Workplace) -> ImageState:
+        """Make the last stage in a sandbox; what its image says."""
+        try:
+            return await self._stage(len(self._file.stages) - 1, place)
+        finally:
+            for box in self._stages.values():
+                await box.close()
+
+    async def _stage(self, number: int, place: Workplace) -> ImageState:
+        state = ImageState()
+        for one in self._file.chain(number):
+            following = _Following(self, one, place, state)
+            for instruction in self._file.stages[one].instructions:
+                await following.apply(instruction)
+        return state
+
+    async def source(self, name: str, number: int, instruction: Instruction) -> Box:
+        """The sandbox in which an earlier stage was made."""
+        stage = self._file.find(name, number)
+        if stage is None:
+            raise instruction.unsupported(f"--from={name} is no earlier stage but an image")
+        if stage not in self._stages:
+            place = await self._new()
+            self._stages[stage] = place.box
+            await self._stage(stage, place)
+        return self._stages[stage]
+
+    @property
+    def context(self) -> Context:
+        return self._context
+
+    @property
+    def declared(self) -> dict[str, str]:
+        return self._file.arguments
 
 
-async def _apply(
-    environment: BubblewrapEnvironment, context: Path, instruction: Instruction
-) -> None:
-    state = environment.image
-    text = dockerfile.expand(instruction.text, state.variables())
-    if instruction.name == "FROM":
-        image = dockerfile.image_of(instruction)
-        dockerfile.check_image(dockerfile.expand(image, state.variables()), instruction.where())
-    elif instruction.name == "ARG":
-        key, _, value = text.partition("=")
-        state.arguments.setdefault(key.strip(), value.strip("\"'"))
-    elif instruction.name == "ENV":
-        state.env.update(dockerfile.key_values(instruction, state.variables()))
-    elif instruction.name == "USER":
-        state.user = text
-        if environment.default_user is None:
-            environment.default_user = text
-    elif instruction.name == "SHELL":
-        state.shell = instruction.json_form() or state.shell
-    elif instruction.name == "WORKDIR":
-        state.workdir = environment.inside(text.strip("\"'"))
-        await environment.checked(["mkdir", "-p", state.workdir])
-    elif instruction.name == "RUN":
-        await _run(environment, instruction)
-    elif instruction.name in ("COPY", "ADD"):
-        await _copy(environment, context, instruction)
+class _Following:
+    """The instructions of one stage in one sandbox."""
 
+    def __init__(self, build: HostBuild, number: int, place: Workplace, state: ImageState) -> None:
+        self._build = build
+        self._number = number
+        self._box, self._names = place.box, place.names
+        self.state = state
+        self.arguments: dict[str, str] = {}
 
-async def _run(environment: BubblewrapEnvironment, instruction: Instruction) -> None:
-    state = environment.image
-    text = instruction.text
-    while text.startswith("--"):
-        text = text.partition(" ")[2].strip()
-    argv = instruction.json_form() or [*state.shell, text]
-    before = len(environment.lookups)
-    done = await environment.run(argv, env=state.arguments, user=state.user or "root")
-    names = environment.lookups[before:]
-    if done.code == 0 and names:
-        raise SandboxUnsupported(
-            f"{instruction.where()}: looks for {', '.join(names)} in a sandbox without a network; "
-            "use --sandbox docker for this task"
+    def _variables(self) -> dict[str, str]:
+        return {**self.arguments, **self.state.env}
+
+    async def apply(self, instruction: Instruction) -> None:
+        state, name = self.state, instruction.name
+        if name == "ARG":
+            for key, default in dockerfile.arguments(instruction, self._variables()):
+                value = default if default is not None else self._build.declared.get(key)
+                if value is not None:
+                    self.arguments[key] = value
+        elif name == "ENV":
+            state.env.update(dockerfile.key_values(instruction, self._variables()))
+        elif name == "USER":
+            state.user = instruction.whole(self._variables())
+        elif name == "SHELL":
+            shell = instruction.json_form()
+            if not shell:
+                raise instruction.invalid("needs the JSON form")
+            state.shell = shell
+        elif name == "WORKDIR":
+            state.workdir = self._inside(instruction.whole(self._variables())).rstrip("/") or "/"
+            await copying.make_directory(self._box, state.workdir)
+        elif name == "RUN":
+            await self._run(instruction)
+        elif name in ("COPY", "ADD"):
+            await self._copy(instruction)
+
+    def _inside(self, path: str) -> str:
+        """An absolute path, with a last / where `path` has one."""
+        joined = os.path.normpath(os.path.join("/", self.state.workdir, path))
+        joined = "/" + joined.lstrip("/")
+        return joined + "/" if path.endswith(("/", "/.")) and joined != "/" else joined
+
+    async def _run(self, instruction: Instruction) -> None:
+        await self._mounts(instruction)
+        _, text = instruction.flags()
+        argv, stdin = instruction.json_form(), None
+        if argv is None and instruction.heredocs and dockerfile.is_heredoc(text):
+            argv, stdin = self._script(instruction.heredocs[0], text)
+        if argv is None:
+            text = f"{text}\n{instruction.raw_heredocs}" if instruction.raw_heredocs else text
+            argv = [*self.state.shell, text]
+        account = await self._account(instruction, self.state.user)
+        before = len(self._names())
+        done = await self._box.run(
+            argv,
+            env={"HOME": account.home, **self.arguments, **self.state.env},
+            cwd=self.state.workdir,
+            user=account,
+            stdin=stdin,
+            timeout_s=RUN_LIMIT_S,
         )
-    if done.code != 0:
+        await self._box.run(_END_PROCESSES, timeout_s=30)
+        names = self._names()[before:]
+        if done.code == 0 and not names:
+            return
         output = (done.err or done.out).decode(errors="replace").strip()[-300:]
-        raise SandboxUnsupported(
-            f"{instruction.where()}: failed with {done.code} in a sandbox without a network "
-            f"({output}); use --sandbox docker for this task"
+        what = f"looks for {', '.join(names)}" if names else f"failed with {done.code} ({output})"
+        raise instruction.unsupported(f"{what} in a sandbox without a network")
+
+    def _script(self, given: Heredoc, text: str) -> tuple[list[str] | None, bytes | None]:
+        """What runs a RUN that is nothing but a heredoc: the shell, or what its #! says."""
+        if len(text.split()) > 1:
+            return None, None
+        if not given.text.startswith("#!"):
+            return [*self.state.shell, given.text], None
+        script = (
+            'made=$(mktemp) && cat > "$made" && chmod 700 "$made" || exit 1\n'
+            '"$made"; code=$?; rm -f -- "$made"; exit $code'
         )
+        return ["sh", "-c", script], given.text.encode("utf-8", "surrogateescape")
+
+    async def _mounts(self, instruction: Instruction) -> None:
+        """Directories for the caches of a RUN; other mounts have contents, which is refused."""
+        for name, value in instruction.flags()[0]:
+            if name != "mount":
+                continue
+            options = dict(pair.partition("=")[::2] for pair in value.split(","))
+            target = options.get("target") or options.get("dst") or options.get("destination")
+            if options.get("type") not in ("cache", "tmpfs") or not target:
+                raise instruction.unsupported("only mounts of type cache and tmpfs are followed")
+            await copying.make_directory(self._box, self._inside(target))
+
+    async def _copy(self, instruction: Instruction) -> None:
+        flags, sources, target = self._copied(instruction)
+        owner, mode = await self._ownership(instruction, flags)
+        place = self._inside(target)
+        try:
+            given = await self._given(instruction, flags.get("from"), sources)
+            if len(given) > 1 and not place.endswith("/") and place != "/":
+                raise instruction.invalid("several sources need a target that ends with /")
+            if instruction.name == "ADD":
+                archives = [one for one in given if one.is_archive()]
+                await self._extract(instruction, archives, place, flags)
+                given = [one for one in given if not one.is_archive()]
+            for one in given:
+                directory, name = await self._target(one, place)
+                await copying.make_directory(self._box, directory, owner or (0, 0))
+                await copying.unpack(self._box, one.members(name), directory, owner, mode)
+        except ValueError as error:
+            raise instruction.invalid(error) from error
+        except SandboxError as error:
+            raise SandboxError(f"{instruction.where()}: {error}") from error
+
+    def _copied(self, instruction: Instruction) -> tuple[dict[str, str], list[str], str]:
+        """Flags, sources and target of a COPY or ADD, variables replaced."""
+        given, text = instruction.flags()
+        variables = self._variables()
+        flags = {name: instruction.expand(value, variables) for name, value in given}
+        unknown = [name for name in flags if name not in COPY_FLAGS]
+        if unknown:
+            raise instruction.unsupported(f"--{unknown[0]} is not followed")
+        listed = instruction.json_form()
+        if listed is not None:
+            found = [instruction.expand(item, variables) for item in listed]
+        else:
+            found = instruction.split(text, variables)
+        if len(found) < 2:
+            raise instruction.invalid("needs a source and a target")
+        return flags, found[:-1], found[-1]
+
+    async def _given(
+        self, instruction: Instruction, stage: str | None, sources: list[str]
+    ) -> list[Given]:
+        given: list[Given] = []
+        texts = list(instruction.heredocs)
+        for source in sources:
+            if texts and dockerfile.is_heredoc(source):
+                heredoc = texts.pop(0)
+                text = heredoc.text
+                if heredoc.expanded:
+                    text = instruction.expand(text, self._variables())
+                given.append(copying.of_text(heredoc.name, text))
+            elif "://" in source or source.startswith("git@"):
+                raise instruction.unsupported(f"{source} needs the network")
+            elif stage is not None:
+                box = await self._build.source(stage, self._number, instruction)
+                given += await copying.of_stage(box, source)
+            else:
+                given += copying.of_context(self._build.context, source)
+        return given
+
+    async def _target(self, given: Given, place: str) -> tuple[str, str]:
+        """The directory that a source is written into, and its name there, "" for itself."""
+        directory = place.rstrip("/") or "/"
+        if given.is_directory:
+            return directory, ""
+        if place.endswith("/") or await copying.is_directory(self._box, directory):
+            return directory, given.name
+        return os.path.dirname(directory), os.path.basename(directory)
+
+    async def _extract(
+        self, instruction: Instruction, archives: list[Given], place: str, flags: dict[str, str]
+    ) -> None:
+        if archives and ("chown" in flags or "chmod" in flags):
+            raise instruction.unsupported("--chown and --chmod of an archive are not followed")
+        directory = place.rstrip("/") or "/"
+        for one in archives:
+            assert one.file is not None
+            await copying.make_directory(self._box, directory)
+            await copying.extract(self._box, one.file, directory)
+
+    async def _ownership(
+        self, instruction: Instruction, flags: dict[str, str]
+    ) -> tuple[tuple[int, int] | None, int | None]:
+        """Owner and mode that the flags ask for; files of the context are root's without them."""
+        owner: tuple[int, int] | None = None if "from" in flags else (0, 0)
+        if "chown" in flags:
+            account = await self._account(instruction, flags["chown"])
+            owner = (account.uid, account.gid if ":" in flags["chown"] else account.uid)
+        if "chmod" not in flags:
+            return owner, None
+        try:
+            return owner, int(flags["chmod"], 8)
+        except ValueError:
+            raise instruction.unsupported("--chmod is followed as an octal number only") from None
+
+    async def _account(self, instruction: Instruction, user: str | None) -> accounts.Account:
+        if user is None or user in ("root", "0", "root:root", "0:0"):
+            return accounts.ROOT
+        listed = await self._box.run(accounts.READ, timeout_s=30)
+        try:
+            return accounts.find(user, listed.out.decode(errors="replace"))
+        except SandboxError as error:
+            raise instruction.invalid(error) from error
 
 
-async def _copy(
-    environment: BubblewrapEnvironment, context: Path, instruction: Instruction
-) -> None:
-    state = environment.image
-    flags, patterns, target = dockerfile.copy_arguments(instruction, state.variables())
-    place = environment.inside(target)
-    sources = [
-        source
-        for pattern in patterns
-        for source in dockerfile.sources_in(context, pattern, instruction)
-    ]
-    if len(sources) > 1 and not place.endswith("/"):
-        raise SandboxUnsupported(f"{instruction.where()}: several sources need a target with /")
-    for source in sources:
-        if source.is_dir():
-            await environment.upload_dir(source, place)
-            continue
-        name = place + source.name if place.endswith("/") else place
-        if not place.endswith("/") and await environment.is_dir(place, user="root"):
-            name = f"{place}/{source.name}"
-        await environment.upload_file(source, name)
-        if instruction.name == "ADD" and is_archive(source.name):
-            script = 'tar xf "$1" -C "$(dirname "$1")" && rm -- "$1"'
-            await environment.checked(["sh", "-c", script, "add", name])
-    if "chown" in flags:
-        await environment.checked(["chown", "-R", flags["chown"], place.rstrip("/") or "/"])
-    if "chmod" in flags:
-        await environment.checked(["chmod", "-R", flags["chmod"], place.rstrip("/") or "/"])
-
-
-def is_archive(name: str) -> bool:
-    """Whether ADD unpacks a file of this name."""
-    return name.endswith((".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz"))
+def state_of(config: dict[str, Any]) -> ImageState:
+    """What the configuration of an OCI image says (`Env`, `WorkingDir`, `User`)."""
+    env = dict(pair.partition("=")[::2] for pair in config.get("Env") or [])
+    return ImageState(
+        workdir=config.get("WorkingDir") or "/",
+        user=config.get("User") or None,
+        env={"PATH": PATH, **env},
+    )

@@ -23,10 +23,12 @@ from harbor.models.trial.config import ResourceMode
 from miles_core.agent_server.protocol import Phase
 from miles_core.agent_server.sandbox import accounts
 from miles_core.agent_server.sandbox.box import Box, BoxSettings, Completed
-from miles_core.agent_server.sandbox.build import ImageState, build
+from miles_core.agent_server.sandbox.build import ImageState, Workplace
 from miles_core.agent_server.sandbox.cgroups import CgroupTree, Limits
 from miles_core.agent_server.sandbox.errors import SandboxError, SandboxUnsupported
 from miles_core.agent_server.sandbox.forks import Helpers
+from miles_core.agent_server.sandbox.images import Image, Images, Recipe
+from miles_core.agent_server.sandbox.layers import Root
 
 DEFAULT_MEMORY_MB = 4096
 DEFAULT_DISK_MB = 2048
@@ -55,6 +57,7 @@ class BubblewrapEnvironment(BaseEnvironment):
         self._host = HOSTS[trial_id]
         self._box: Box | None = None
         self.image = ImageState()
+        self._image: Image | None = None
         super().__init__(*args, **kwargs)
         self._host.opened(self)
 
@@ -106,8 +109,10 @@ class BubblewrapEnvironment(BaseEnvironment):
     @override
     async def start(self, force_build: bool) -> None:
         memory = self._resource_limit_value("memory", auto_mode=ResourceMode.LIMIT)
+        recipe = Recipe(self.environment_dir, self.task_env_config.docker_image)
+        image = self._image = await self._host.images.take(recipe, self._host.build_box)
         settings = BoxSettings(
-            base=self._host.base,
+            root=image.root,
             disk_mb=self.task_env_config.storage_mb or DEFAULT_DISK_MB,
             limits=Limits(
                 memory_mb=int(memory or DEFAULT_MEMORY_MB),
@@ -121,7 +126,11 @@ class BubblewrapEnvironment(BaseEnvironment):
         name = f"{self._host.trial_id}-{self._host.next_index()}"
         self._box = Box(name, settings, self._host.tree, self._host.helpers)
         await self._box.start()
-        await build(self, self.environment_dir)
+        if image.state is None:
+            place = Workplace(self._box, lambda: self.lookups)
+            self.image = await self._host.images.follow(recipe, place, self._host.build_box)
+        else:
+            self.image = image.state
         self.image.workdir = self.task_env_config.workdir or self.image.workdir
         await self.checked(["mkdir", "-p", self.image.workdir])
         await self._upload_environment_dir_after_start()
@@ -139,6 +148,9 @@ class BubblewrapEnvironment(BaseEnvironment):
     async def stop(self, delete: bool) -> None:
         if self._box is not None:
             await self._box.close()
+        if self._image is not None:
+            self._host.images.release(self._image)
+            self._image = None
 
     def kill(self) -> None:
         """End every process of the sandbox without asking any of them."""
@@ -176,7 +188,8 @@ class BubblewrapEnvironment(BaseEnvironment):
         )
 
     async def _account(self, user: str | int | None) -> accounts.Account:
-        if accounts.is_root(user) or user is None:
+        user = self.image.user if user is None else user
+        if user is None or accounts.is_root(user):
             return accounts.ROOT
         listed = await self.box.run(accounts.READ, timeout_s=30)
         return accounts.find(user, listed.out.decode(errors="replace"))
@@ -257,14 +270,14 @@ class SandboxHost:
     def __init__(
         self,
         trial_id: str,
-        base: Path,
+        images: Images,
         tree: CgroupTree,
         binds: list[tuple[str, str]],
         relays: list[tuple[int, str, int]],
         helpers: Helpers,
     ) -> None:
         self.trial_id = trial_id
-        self.base = base
+        self.images = images
         self.tree = tree
         self.binds = binds
         self.relays = relays
@@ -274,6 +287,18 @@ class SandboxHost:
         self.names: dict[Phase, list[str]] = {}
         """The public names that were looked up in each phase, in vain."""
         self._started = 0
+
+    async def build_box(self, name: str, root: Root, told: Callable[[str, bool], None]) -> Box:
+        """Start a sandbox in which an image is built; it has nothing of this trial."""
+        limits = Limits(memory_mb=DEFAULT_MEMORY_MB, pids=PIDS, cpus=None)
+        settings = BoxSettings(root, DEFAULT_DISK_MB, limits, on_name=told)
+        box = Box(f"images.{name}", settings, self.tree, self.helpers)
+        try:
+            await box.start()
+        except BaseException:
+            await box.close()
+            raise
+        return box
 
     def opened(self, environment: BubblewrapEnvironment) -> None:
         self.environments.append(environment)

@@ -1,4 +1,4 @@
-"""What can go wrong with a sandbox."""
+"""What can go wrong with a sandbox and its image."""
 
 from __future__ import annotations
 
@@ -9,3 +9,7 @@ class SandboxError(RuntimeError):
 
 class SandboxUnsupported(RuntimeError):
     """The task asks for something that this sandbox cannot give; the message names it."""
+
+
+class DockerfileInvalid(RuntimeError):
+    """No builder would take the task's Dockerfile; the message names the line."""
