@@ -173,3 +173,22 @@ def test_a_sandbox_without_tmux_says_so(server: Server, tasks: Path) -> None:
     result, model = run(server, [keys("ls")], task="no-tmux")
     assert result.verdict.cause is Cause.AGENT_SETUP_FAILED
     assert "tmux" in result.verdict.detail and not model.requests
+
+
+def test_a_step_out_of_time_leaves_the_next_a_terminal(server: Server, tasks: Path) -> None:
+    """The budget is of each conversation: the second step begins another one."""
+    task = make_task(tasks, "two-steps")
+    toml = (task / "task.toml").read_text()
+    for name in ("one", "two"):
+        toml += f"[[steps]]\nname = '{name}'\n[steps.agent]\ntimeout_sec = 3.0\n"
+        for path in ("instruction.md", "tests/test.sh"):
+            target = task / "steps" / name / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text((task / path).read_text())
+    (task / "task.toml").write_text(toml)
+    done = keys("echo 42 > /app/answer.txt", done=True)
+    result, model = run(
+        server, [keys("sleep 50"), 60.0, done, keys(done=True)], task="two-steps", max_seq_len=100
+    )
+    assert (result.reward, result.verdict.cause) == (0.5, Cause.AGENT_TIMEOUT), result.verdict
+    assert roles(model) == "uau"

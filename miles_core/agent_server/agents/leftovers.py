@@ -13,7 +13,7 @@ from harbor.environments.base import BaseEnvironment
 from harbor.models.trial.result import TrialResult as HarborResult
 
 from miles_core.agent_server.agents.job import AgentJob
-from miles_core.agent_server.agents.outcome import out_of_time
+from miles_core.agent_server.agents.outcome import was_ended
 from miles_core.agent_server.protocol import Phase
 from miles_core.agent_server.sandbox import processes
 from miles_core.agent_server.sandbox.environment import BubblewrapEnvironment, SandboxHost
@@ -24,7 +24,7 @@ async def enter(phase: Phase, job: AgentJob, host: SandboxHost, harbor: HarborRe
     if phase is Phase.AGENT:
         found = [await running(environment) for environment in host.environments]
         job.before = frozenset().union(*found) - job.own
-    elif phase is Phase.VERIFIER and out_of_time(job, harbor):
+    elif phase is Phase.VERIFIER and was_ended(job, harbor):
         for environment in host.environments:
             pid = _first(environment)
             if pid is not None:

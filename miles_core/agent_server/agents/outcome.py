@@ -41,7 +41,7 @@ def ended_early(failure: ExceptionInfo) -> bool:
     return failure.exception_type in {TIMEOUT, *_names(NonZeroAgentExitCodeError)}
 
 
-def out_of_time(job: AgentJob, harbor: HarborResult) -> bool:
+def was_ended(job: AgentJob, harbor: HarborResult) -> bool:
     """Whether the agent, or the one of the step that runs, was ended and did not end by itself."""
     steps = harbor.step_results or []
     failure = steps[-1].exception_info if steps else harbor.exception_info

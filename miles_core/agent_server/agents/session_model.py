@@ -115,8 +115,9 @@ class SessionModel(BaseLLM):
             raise AgentFailed(Cause(cause), last)
         raise AgentFailed(Cause.SESSION_FAILED, f"{ATTEMPTS} attempts: {last}")
 
-    async def close(self) -> None:
-        """Close the connection."""
+    async def end(self) -> None:
+        """End a conversation: close the connection. Another one may begin after it."""
+        self._used = 0
         if self._client is not None:
             await self._client.aclose()
             self._client = None

@@ -70,6 +70,7 @@ class Terminus(Terminus2):
     ) -> None:
         """Run the agent. Returns when the verifier may grade; raises AgentFailed otherwise."""
         assert self._session is not None
+        self._malformed = 0
         if not await self._session.is_session_alive():  # an earlier step of the task ended it
             await self.setup(environment)
         try:
@@ -86,7 +87,7 @@ class Terminus(Terminus2):
                 raise self._job.fail(Cause.AGENT_CRASHED, str(error)) from error
             self._job.cause = Cause.AGENT_CRASHED  # its own keys ended the session
         finally:
-            await self._llm.close()
+            await self._llm.end()
 
     @override
     async def _query_llm(
