@@ -71,18 +71,21 @@ class PlainModel:
             message = dict(choice["message"])
         except (KeyError, IndexError, TypeError) as error:
             raise ModelEndpointError("session_failed", f"not a completion: {error!r}") from error
-        calls = len(message.get("tool_calls") or [])
-        self._report({"event": "turn", "usage": response.get("usage") or {}, "tool_calls": calls})
+        turn = {"event": "turn", "usage": response.get("usage") or {}}
         extra = {"response": response, "cost": 0.0, "timestamp": time.time()}
         try:
             actions = self._actions(choice, message)
         except FormatError as error:
+            self._report({**turn, "tool_calls": 0})
             error.messages[0]["extra"].update(extra)
             error.messages = ({**message, "extra": {**extra, "actions": []}}, *error.messages)
             raise
+        self._report({**turn, "tool_calls": len(actions)})
         return {**message, "extra": {**extra, "actions": actions}}
 
     def _actions(self, choice: dict[str, Any], message: dict[str, Any]) -> list[dict[str, Any]]:
+        """The actions of an answer; FormatError without one. An answer cut off has none."""
+        cut = choice.get("finish_reason") == "length"
         calls = [
             SimpleNamespace(
                 id=call.get("id"),
@@ -91,7 +94,7 @@ class PlainModel:
                     arguments=(call.get("function") or {}).get("arguments"),
                 ),
             )
-            for call in message.get("tool_calls") or []
+            for call in ([] if cut else message.get("tool_calls") or [])
         ]
         return parse_toolcall_actions(
             calls,
