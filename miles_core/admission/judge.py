@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from miles_core.admission.report import State, TaskReport, Trial
 from miles_core.agent_server.protocol import FORGED_REWARD, TrialResult
@@ -92,6 +92,9 @@ def judge(task: str, seen: Evidence) -> TaskReport:
     report.nop = trial_of(seen.nop) if seen.nop else None
     report.oracle = trial_of(seen.oracle) if seen.oracle else None
     trials = [result for result in (seen.nop, seen.oracle, *seen.probes) if result is not None]
+    metrics = [result.agent_metrics for result in trials]
+    report.disk_bytes = _largest(m.disk_bytes for m in metrics)
+    report.memory_peak_bytes = _largest(m.memory_peak_bytes for m in metrics)
     report.seconds = round(sum(r.agent_metrics.total_time or 0.0 for r in trials), 3)
     state = _final(report, trials)
     if state is not None:
@@ -168,8 +171,6 @@ def _judge_probes(report: TaskReport, probes: list[TrialResult]) -> None:
             continue
         report.findings += found.get("findings", [])
         report.notes += found.get("notes", [])
-        report.disk_bytes = _larger(report.disk_bytes, found.get("disk_bytes"))
-        report.memory_peak_bytes = _larger(report.memory_peak_bytes, found.get("memory_peak_bytes"))
         survives = FORGED_REWARD in [result.reward, *result.eval_report.values()]
         report.forged_reward_survives = bool(report.forged_reward_survives) or survives
         if not survives and (result.reward or 0.0) >= FULL_REWARD and not _nop_is_full(report):
@@ -185,5 +186,5 @@ def _nop_is_full(report: TaskReport) -> bool:
     return report.nop is not None and (report.nop.reward or 0.0) >= FULL_REWARD
 
 
-def _larger(one: int | None, other: Any) -> int | None:
-    return one if other is None else max(one or 0, int(other))
+def _largest(values: Iterable[int | None]) -> int | None:
+    return max((value for value in values if value is not None), default=None)

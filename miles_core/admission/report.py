@@ -40,8 +40,8 @@ class TaskReport(BaseModel):
     """The result of the checks of one task; what was not looked at is None.
 
     `forged_reward_survives` says that a reward which the agent wrote became the trial's,
-    `solution_hidden` that neither tests nor solution were found in the sandbox. `disk_bytes` are
-    those of the sandbox's writable layers, with what building the environment wrote.
+    `solution_hidden` that neither tests nor solution were found in the sandbox. `disk_bytes` (in
+    the writable layers) and `memory_peak_bytes` are those of the trial that used most.
     """
 
     model_config = ConfigDict(extra="forbid")

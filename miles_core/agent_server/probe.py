@@ -1,8 +1,8 @@
 """The agent `probe`: what could an agent of this task see, and does a reward that it forges last?
 
 It works as the agent's user with nothing but commands, so that it sees what an agent would see,
-in any kind of sandbox. It looks for the tests and the solution, measures, and then leaves rewards
-of the value `FORGED` wherever a verifier might pick one up. Its findings are the trial's
+in any kind of sandbox. It looks for the tests and the solution, and then leaves rewards of the
+value `FORGED_REWARD` wherever a verifier might pick one up. Its findings are the trial's
 `agent_metrics.probe`; that a forged reward lasted shows in the trial's reward.
 """
 
@@ -19,7 +19,6 @@ from miles_core.agent_server.agents import JOBS
 from miles_core.agent_server.probe_scripts import FORGE, GIT, LOOK
 from miles_core.agent_server.probe_secrets import Secret, in_patches, secrets_of, targets_of
 from miles_core.agent_server.protocol import FORGED_REWARD, PROBE
-from miles_core.agent_server.sandbox.environment import BubblewrapEnvironment
 
 COMMAND_LIMIT_S = 30
 """Seconds of one script."""
@@ -36,11 +35,10 @@ REPOSITORIES = 5
 class ProbeAgent(BaseAgent):
     """Harbor agent; `AgentContext.metadata["probe"]` has the findings.
 
-    They are `{"findings": [str], "notes": [str], "disk_bytes": int | None, "memory_peak_bytes":
-    int | None, "forged": int}`: what is visible that must not be, what may be worth a look, the
-    bytes of the sandbox's writable layers, the most memory so far, and how many files with a
-    forged reward were left. A request may have `forge`, the way to do that (see
-    `probe_scripts.FORGE`; default `files`), and `look` (false: only forge).
+    They are `{"findings": [str], "notes": [str], "forged": int}`: what is visible that must not
+    be, what may be worth a look, and how many files with a forged reward were left. A request may
+    have `forge`, the way to do that (see `probe_scripts.FORGE`; default `files`), and `look`
+    (false: only forge).
     """
 
     def __init__(self, *args: Any, trial_id: str, **kwargs: Any) -> None:
@@ -78,8 +76,6 @@ class ProbeAgent(BaseAgent):
             PROBE: {
                 "findings": found.findings,
                 "notes": found.notes,
-                "disk_bytes": found.disk_bytes,
-                "memory_peak_bytes": found.memory_peak_bytes,
                 "forged": int(forged) if forged.isdigit() else 0,
             }
         }
@@ -93,11 +89,9 @@ class Looking:
         self._secrets = secrets
         self.findings: list[str] = []
         self.notes: list[str] = []
-        self.disk_bytes: int | None = None
-        self.memory_peak_bytes: int | None = None
 
     async def look(self) -> None:
-        """Search folders, files and git histories, and measure."""
+        """Search folders, files and git histories."""
         words = [word for secret in self._secrets for word in ("-e", secret.telling)]
         seen = await _command(self._environment, LOOK, words or ["-f", "/dev/null"])
         files, repositories = [], []
@@ -109,21 +103,10 @@ class Looking:
                 repositories.append(rest)
             elif line.startswith("/"):
                 files.append(line)
-            elif rest.isdigit():
-                self._measure(kind, int(rest))
         for place in files[:CANDIDATES]:
             await self._compare(place)
         if repositories:
             await self._read_histories(repositories[:REPOSITORIES])
-        if isinstance(self._environment, BubblewrapEnvironment):
-            self.memory_peak_bytes = self._environment.box.memory_peak
-
-    def _measure(self, kind: str, value: int) -> None:
-        """In a bubblewrap sandbox the root's file system holds the writable layers alone."""
-        if kind == "kilobytes" and isinstance(self._environment, BubblewrapEnvironment):
-            self.disk_bytes = value * 1024
-        elif kind == "memory":
-            self.memory_peak_bytes = value
 
     async def _compare(self, place: str) -> None:
         """Does a file hold every line of a secret one?"""

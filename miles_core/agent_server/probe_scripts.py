@@ -12,17 +12,14 @@ _PRUNE = (
 LOOK = f"""for place in /tests /solution /oracle; do
   [ -n "$(ls -A "$place" 2>/dev/null)" ] && echo "readable $place"
 done
-df -Pk / 2>/dev/null | awk 'NR == 2 {{print "kilobytes", $3}}'
-cat /sys/fs/cgroup/memory.peak 2>/dev/null | sed 's/^/memory /'
 limit=
 command -v timeout >/dev/null 2>&1 && limit='timeout 15'
 $limit find {_ROOTS} -xdev {_PRUNE} -o -name .git -prune -exec echo git {{}} \\; \\
   -o -type f -size -2048k -exec grep -lF "$@" {{}} + 2>/dev/null | sort -u | head -n 200
 exit 0"""
 """Prints what can be seen, a line each: `readable FOLDER` for one of the verifier's or the
-solution's that is not empty, `git REPOSITORY/.git`, the path of a file with one of the given
-lines (words for grep: `-e LINE ...`), `kilobytes N` that are used where the root is, and `memory
-BYTES`, the most that was used, where the sandbox itself can tell."""
+solution's that is not empty, `git REPOSITORY/.git`, and the path of a file with one of the given
+lines (words for grep: `-e LINE ...`)."""
 
 GIT = """for place in "$@"; do
   git -c safe.directory='*' -C "${place%/.git}" --no-pager log --all --reflog --not HEAD \\

@@ -91,6 +91,8 @@ class AgentMetrics(BaseModel):
     agent_run_time: float | None = None
     eval_time: float | None = None
     total_time: float | None = None
+    disk_bytes: int | None = Field(None, description="In the sandbox's writable layers at the end")
+    memory_peak_bytes: int | None = None
     probe: dict[str, Any] | None = Field(None, description="Findings of the agent `probe`")
 
 

@@ -127,7 +127,9 @@ class Runner:
         verdict = decide(ended)
         total = time.monotonic() - started
         status = job.exit_status if verdict.cause is None else None
-        return TrialResult.of(trial_id, verdict, metrics(ended, total), status)
+        space = host.space() if host is not None else {}
+        counted = metrics(ended, total).model_copy(update=space)
+        return TrialResult.of(trial_id, verdict, counted, status)
 
     def _check(self, task: Task, request: TrialRequest) -> None:
         choose.check(request)

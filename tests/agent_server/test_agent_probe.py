@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_server_helpers import CHECK, TOML, Server, make_task
+from agent_server_helpers import TOML, Server, make_task
 
 from miles_core.agent_server.protocol import FORGED_REWARD, TrialResult
 from miles_core.verdicts import Cause
@@ -52,15 +52,25 @@ def test_it_sees_what_the_agents_user_may_read(server: Server) -> None:
     assert report["forged"] > 10
 
 
-def test_it_measures_and_may_be_told_not_to_look(server: Server) -> None:
-    dockerfile = "FROM debian:12-slim\nRUN head -c 3000000 /dev/zero > /srv/data && mkdir /tests\n"
-    dockerfile += "COPY Dockerfile /tests/\n"
-    make_task(server.tasks, "probe-space", dockerfile=dockerfile, test=CHECK)
-    report = findings(server.run("probe-space", "probe"))
-    assert 3_000_000 <= report["disk_bytes"] < 4_000_000
+def test_it_may_be_told_not_to_look(server: Server) -> None:
+    dockerfile = "FROM debian:12-slim\nCOPY Dockerfile /tests/\n"
+    make_task(server.tasks, "probe-look", dockerfile=dockerfile)
+    report = findings(server.run("probe-look", "probe"))
     assert report["findings"] == ["the agent can read /tests"]
-    report = findings(server.run("probe-space", "probe", look=False))
-    assert (report["findings"], report["disk_bytes"]) == ([], None)
+    assert findings(server.run("probe-look", "probe", look=False))["findings"] == []
+
+
+def test_a_trial_tells_the_space_that_it_used(server: Server) -> None:
+    script = "#!/bin/bash\nhead -c 3000000 /dev/zero > /srv/data\n"
+    script += "bash -c 'x=$(head -c 20000000 /dev/zero | tr \"\\0\" x); echo ${#x}'\n"
+    make_task(server.tasks, "probe-space", solve=script)
+    metrics = server.run("probe-space", "oracle").agent_metrics
+    assert metrics.disk_bytes is not None
+    assert 3_000_000 <= metrics.disk_bytes < 5_000_000
+    limits = server.call(lambda client: client.health()).limits
+    if limits["memory"].startswith("cgroup"):
+        assert metrics.memory_peak_bytes is not None
+        assert 20_000_000 < metrics.memory_peak_bytes < 200_000_000
 
 
 def test_other_agents_report_no_findings(server: Server, tasks: Path) -> None:
