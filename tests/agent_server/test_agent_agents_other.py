@@ -80,6 +80,7 @@ def test_what_cannot_work_gives_no_verdict(
     assert not model.requests
 
 
+@pytest.mark.slow
 def test_an_agent_that_installs_itself_needs_a_network(own: Server) -> None:
     result, model = run(own, "codex")
     assert result.verdict.kind is VerdictKind.NO_VERDICT

@@ -7,13 +7,14 @@ import difflib
 import importlib
 import traceback
 from typing import Any
-from urllib.parse import urlsplit
 
 from harbor.agents.base import BaseAgent
 from harbor.agents.factory import AgentFactory
+from harbor.agents.installed.base import BaseInstalledAgent
 from harbor.models.model_api_format import ModelApiFormat
 from harbor.models.trial.config import AgentConfig
 
+from miles_core.agent_server.agents.address import inside, relayed
 from miles_core.agent_server.agents.job import AgentJob
 from miles_core.agent_server.agents.mini import MINI, installed
 from miles_core.agent_server.agents.terminus import TERMINUS
@@ -67,13 +68,9 @@ def relays(request: TrialRequest) -> list[tuple[int, str, int]]:
     if request.agent_name in (*HOST_AGENTS, TERMINUS) or not request.base_url:
         return []
     try:
-        url = urlsplit(request.base_url)
-        port = url.port or 80
+        return [relayed(request.base_url)]
     except ValueError as error:
         raise _refused(f"base_url: {error}") from error
-    if url.scheme != "http" or not url.hostname:
-        raise _refused("base_url must be http://HOST:PORT/... for a relay into the sandbox")
-    return [(port, url.hostname, port)]
 
 
 async def agent_config(
@@ -128,15 +125,15 @@ async def _of_harbor(
         kind = await asyncio.to_thread(_load, AgentConfig(**values))
     except Exception as error:  # whatever a module of unknown origin does when it is imported
         raise _refused(f"agent {name!r}: {type(error).__name__}: {error}") from error
-    if request.base_url:
-        values["env"] |= {
-            "OPENAI_BASE_URL": request.base_url,
-            "OPENAI_API_BASE": request.base_url,
-        }
+    url = request.base_url
+    if url and settings.sandbox.ours and issubclass(kind, BaseInstalledAgent):
+        url = inside(url)
+    if url:
+        values["env"] |= {"OPENAI_BASE_URL": url, "OPENAI_API_BASE": url}
     if kind.MODEL_CONNECTION is None:
         values["skip_model_parsing"] = True
-    elif request.base_url:
-        values["base_url"] = request.base_url
+    elif url:
+        values["base_url"] = url
         # Without a format Harbor drops the URL when an agent is given a `config`.
         if ModelApiFormat.OPENAI_CHAT_COMPLETIONS in kind.MODEL_CONNECTION.supported_api_formats:
             values["model_api_format"] = ModelApiFormat.OPENAI_CHAT_COMPLETIONS

@@ -16,6 +16,7 @@ from harbor.agents.base import BaseAgent
 from harbor.environments.base import BaseEnvironment
 from harbor.models.agent.context import AgentContext
 
+from miles_core.agent_server.agents.address import inside
 from miles_core.agent_server.agents.job import JOBS, AgentFailed, AgentJob
 from miles_core.agent_server.protocol import TrialRequest
 from miles_core.agent_server.sandbox.environment import BubblewrapEnvironment
@@ -107,7 +108,7 @@ def mini_job(job: AgentJob, task: str) -> dict[str, Any]:
     request = job.request
     return {
         "task": task,
-        "base_url": request.base_url,
+        "base_url": inside(str(request.base_url)),
         "agent": _agent_settings(request, job.config),
         "environment": job.config["environment"],
         "model": {
