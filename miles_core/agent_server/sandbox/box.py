@@ -23,10 +23,11 @@ from typing import Any
 from miles_core.agent_server.sandbox import cgroups
 from miles_core.agent_server.sandbox.accounts import ROOT, Account
 from miles_core.agent_server.sandbox.askers import asked_by
-from miles_core.agent_server.sandbox.errors import SandboxError
+from miles_core.agent_server.sandbox.errors import SandboxError, SandboxGone
 from miles_core.agent_server.sandbox.forks import Forks, Helpers
 from miles_core.agent_server.sandbox.layers import Root
 from miles_core.agent_server.sandbox.lookups import ADDRESSES, Lookups
+from miles_core.agent_server.sandbox.processes import descendants
 from miles_core.agent_server.sandbox.relay import Relay, listen_inside, socket_inside
 from miles_core.agent_server.sandbox.streams import OUTPUT_LIMIT, Completed, pipes
 
@@ -86,7 +87,13 @@ class Box:
         self._relays: list[Relay] = []
         self._lookups: Lookups | None = None
         self._running: set[int] = set()
+        self._apart: asyncio.Task[Completed] | None = None
+        self._apart_pid: int | None = None
         self._closed = False
+        self.disk_used: int | None = None
+        """Bytes in the writable layers, once it is closed."""
+        self.memory_peak: int | None = None
+        """Most bytes of memory at once, once it is closed; None where no cgroup tells."""
 
     async def start(self) -> None:
         """Make the namespaces; raises SandboxError with what the tools said."""
@@ -193,10 +200,13 @@ exec {shlex.join(bwrap)}
         """Whether commands can be run."""
         return self._pid is not None and not self._closed
 
-    @property
-    def memory_peak(self) -> int | None:
-        """Most bytes of memory that were used at once so far; None where no cgroup tells."""
-        return cgroups.memory_peak(self._cgroups)
+    def _measure(self) -> None:
+        """Note the space that was used, while the sandbox is there."""
+        self.memory_peak = cgroups.memory_peak(self._cgroups)
+        with contextlib.suppress(OSError):  # it ended by itself
+            # An overlay's numbers are those of its upper layer, a tmpfs of this sandbox alone.
+            disk = os.statvfs(f"/proc/{self._pid}/root")
+            self.disk_used = (disk.f_blocks - disk.f_bfree) * disk.f_frsize
 
     async def run(
         self,
@@ -220,6 +230,34 @@ exec {shlex.join(bwrap)}
                 return await self._fork(self._helpers.commands, order, stdin, limit)
         except TimeoutError:
             return Completed(124, err=f"ended after {timeout_s} s".encode())
+
+    async def seclude(self, place: str) -> None:
+        """Show all further commands an empty folder at `place` that no earlier process sees."""
+        await self.rejoin()
+        order: dict[str, Any] = {
+            "apart": {"place": place, "size_mb": self.settings.disk_mb},
+            "process": _process(ROOT, {}, "/"),
+        }
+        ready = asyncio.Event()
+        forking = self._fork(
+            self._helpers.commands, order, None, OUTPUT_LIMIT, lambda line: ready.set()
+        )
+        self._apart = asyncio.create_task(forking, name=f"apart-{self.name}")
+        waiting = asyncio.create_task(ready.wait())
+        await asyncio.wait({self._apart, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if self._apart.done():
+            message = self._apart.result().err.decode(errors="replace").strip()
+            raise SandboxError(f"{place} was not set apart: {message[-300:]}")
+        self._apart_pid = descendants(order["pid"])[0]
+
+    async def rejoin(self) -> None:
+        """Show further commands what all processes see, and drop the folder of `seclude`."""
+        self._apart_pid = None
+        if self._apart is not None:
+            self._apart.cancel()
+            await asyncio.gather(self._apart, return_exceptions=True)
+            self._apart = None
 
     async def run_agent(
         self,
@@ -247,9 +285,11 @@ exec {shlex.join(bwrap)}
         on_line: Callable[[bytes], None] | None = None,
     ) -> Completed:
         if self._pid is None or not self.alive:
-            raise SandboxError("the sandbox is gone")
+            raise SandboxGone("the sandbox is gone")
         async with pipes(stdin is not None) as (streams, standard):
-            fork = await forks.fork(self._pid, order, standard, self._cgroups)
+            fork = await forks.fork(self._apart_pid or self._pid, order, standard, self._cgroups)
+            if "apart" in order:
+                order["pid"] = fork.pid
             self._running.add(fork.pid)
             try:
                 return await streams.communicate(fork.ended, stdin, limit, on_line)
@@ -280,6 +320,8 @@ exec {shlex.join(bwrap)}
         """End the sandbox and remove its cgroups. Safe to call twice."""
         if self._closed:
             return
+        if self.alive:
+            self._measure()
         self._closed = True
         for relay in self._relays:
             relay.close()
@@ -288,6 +330,7 @@ exec {shlex.join(bwrap)}
         if self._holder is not None and self._holder.returncode is None:
             self.kill()
             await self._holder.wait()
+        await self.rejoin()
         for directory in self._cgroups:
             await asyncio.to_thread(cgroups.remove, directory)
 

@@ -21,15 +21,15 @@ from miles_core.agent_server.sandbox.build import ImageState, state_of
 from miles_core.agent_server.sandbox.errors import SandboxError, SandboxUnsupported
 from miles_core.agent_server.sandbox.lookups import RESOLV_CONF
 
-BUILDERS = ("buildah", "podman")
-
 LOGS = ("logs/agent", "logs/verifier", "logs/artifacts")
 
 NEEDED = ("bash", "sh", "cat", "mkdir", "chmod", "dirname", "tar")
 """Programs that Harbor's commands and the transfer of files need in an image."""
 
-_MADE = ("dev", "proc", "tmp", "var/tmp", "root", "etc", "mnt", *LOGS)
-_TEMPORARY = ("tmp", "var/tmp")
+_MOUNTED = ("dev", "proc", "etc", *LOGS)
+"""Directories of a sandbox that must be ones; of the others a link of the image may stay."""
+
+_MADE = {"root": 0o700, "tmp": 0o1777, "var/tmp": 0o1777}
 _PATH = ("usr/local/sbin", "usr/local/bin", "usr/sbin", "usr/bin", "sbin", "bin")
 _LINKS_LIMIT = 20
 
@@ -57,7 +57,15 @@ class Builder:
             empty = Path(scratch, "empty")
             empty.mkdir()
             await self._call(
-                *["build", "--isolation", "chroot", "--layers", "--iidfile", str(id_file)],
+                *[
+                    "build",
+                    "--isolation",
+                    "chroot",
+                    "--layers",
+                    "--force-rm",
+                    "--iidfile",
+                    str(id_file),
+                ],
                 *["-f", str(file), str(context or empty)],
             )
             image = id_file.read_text().strip().removeprefix("sha256:")
@@ -130,16 +138,21 @@ def _prepare(root: Path) -> None:
         raise SandboxUnsupported(
             f"the image has no {', '.join(lacking)}, which every trial needs; install it there"
         )
-    for name in _MADE:
+    for name in _MOUNTED:
         place = root
         for part in Path(name).parts:
             place = place / part
             if place.is_symlink() or (place.exists() and not place.is_dir()):
-                place.unlink()
-            if not place.exists():
-                place.mkdir(mode=0o755)
-        if name in LOGS or name in _TEMPORARY:
-            place.chmod(0o777 if name in LOGS else 0o1777)
+                raise SandboxUnsupported(f"/{place.relative_to(root)} of the image is no directory")
+            place.mkdir(exist_ok=True)
+        if name in LOGS:
+            place.chmod(0o777)
+    for name, mode in _MADE.items():
+        place = root / name
+        linked = any(part.is_symlink() for part in (place, place.parent) if part != root)
+        if not linked and not place.exists():
+            place.mkdir(parents=True)
+            place.chmod(mode)
     for name, text in (
         ("resolv.conf", RESOLV_CONF),
         ("hosts", "127.0.0.1 localhost sandbox\n"),

@@ -35,7 +35,8 @@ DEFAULT_DISK_MB = 2048
 PIDS = 512
 KILLED = (-9, 137)
 NAMES_LIMIT = 20
-LOG_DIRECTORIES = ("/logs", "/logs/agent", "/logs/verifier", "/logs/artifacts")
+VERIFIER_LOGS = "/logs/verifier"
+LOG_DIRECTORIES = ("/logs", "/logs/agent", VERIFIER_LOGS, "/logs/artifacts")
 RESTORE_LOGS = """for place in "$@"; do
   if [ -L "$place" ] || [ ! -d "$place" ]; then
     rm -f -- "$place" && mkdir -- "$place" && chmod 777 -- "$place"
@@ -139,6 +140,10 @@ class BubblewrapEnvironment(BaseEnvironment):
     def lookups(self) -> list[str]:
         """The public names that were looked up since this phase of the trial began."""
         return self._host.names.get(self._host.phase, [])
+
+    @property
+    def started(self) -> bool:
+        return self._box is not None
 
     @property
     def running(self) -> bool:
@@ -312,13 +317,28 @@ class SandboxHost:
             names.append(name)
 
     async def enter(self, phase: Phase) -> None:
-        """Begin a phase; the verifier finds its log directories whatever the agent did to them."""
+        """Begin a phase; the verifier finds its log directories whatever the agent did to them.
+
+        What the verifier writes is out of the reach of what the agent left running.
+        """
         self.phase = phase
-        if phase is not Phase.VERIFIER:
-            return
         for environment in self.environments:
-            if environment.running:
+            if not environment.running:
+                continue
+            await environment.box.rejoin()
+            if phase is Phase.VERIFIER:
                 await environment.checked(["sh", "-c", RESTORE_LOGS, "sh", *LOG_DIRECTORIES])
+                await environment.box.seclude(VERIFIER_LOGS)
+
+    def space(self) -> dict[str, int | None]:
+        """Bytes that the sandboxes of the trial used, all together; None where nothing tells."""
+        boxes = [e.box for e in self.environments if e.started]
+        disk = [box.disk_used for box in boxes if box.disk_used is not None]
+        memory = [box.memory_peak for box in boxes if box.memory_peak is not None]
+        return {
+            "disk_bytes": sum(disk) if disk else None,
+            "memory_peak_bytes": max(memory) if memory else None,
+        }
 
     def next_index(self) -> int:
         """A number for each sandbox of the trial: a separate verifier has one of its own."""

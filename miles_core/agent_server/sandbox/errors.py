@@ -7,6 +7,10 @@ class SandboxError(RuntimeError):
     """The sandbox could not be made, or broke; the message says where."""
 
 
+class SandboxGone(SandboxError):
+    """The sandbox has ended while it was needed."""
+
+
 class SandboxUnsupported(RuntimeError):
     """The task asks for something that this sandbox cannot give; the message names it."""
 

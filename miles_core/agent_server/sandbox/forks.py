@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_core.agent_server.sandbox import processes
-from miles_core.agent_server.sandbox.errors import SandboxError
+from miles_core.agent_server.sandbox.errors import SandboxError, SandboxGone
 from miles_core.agent_server.sandbox.system import (
     AGENT_CODE,
     AGENT_PACKAGES,
@@ -139,7 +139,7 @@ class Forks:
             try:
                 sandbox = os.pidfd_open(box)
             except ProcessLookupError as error:
-                raise SandboxError("the sandbox is gone") from error
+                raise SandboxGone("the sandbox is gone") from error
             stack.callback(os.close, sandbox)
             joined = [
                 stack.enter_context(open(directory / "cgroup.procs", "wb")) for directory in cgroups
