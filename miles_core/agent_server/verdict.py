@@ -27,6 +27,7 @@ BY_EXCEPTION = {
     "SandboxUnsupported": Cause.SANDBOX_UNSUPPORTED,
     "DockerfileInvalid": Cause.TASK_INVALID,
     "SandboxError": Cause.SANDBOX_FAILED,
+    "SandboxGone": Cause.SANDBOX_FAILED,
     "SandboxBuildFailedError": Cause.SANDBOX_FAILED,
     "HealthcheckError": Cause.SANDBOX_FAILED,
     "AgentSetupTimeoutError": Cause.AGENT_SETUP_FAILED,
@@ -158,6 +159,8 @@ def _cause(failure: ExceptionInfo, phase: Phase) -> Cause:
     kind, message = failure.exception_type, failure.exception_message
     if kind in BY_EXCEPTION:
         return BY_EXCEPTION[kind]
+    if "\nmiles_core.agent_server.sandbox.errors.SandboxGone: " in failure.exception_traceback:
+        return Cause.SANDBOX_FAILED
     if kind == "FileNotFoundError" and message.startswith(("Solution script", "No test script")):
         return Cause.TASK_INVALID
     if kind == "FileNotFoundError" and "No OS-compatible solution" in message:

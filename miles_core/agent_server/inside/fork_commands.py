@@ -6,6 +6,7 @@ python -I -S fork_commands.py SOCKET
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from typing import Any
 
@@ -14,7 +15,14 @@ NOT_STARTED = 126
 
 
 def work(order: dict[str, Any]) -> int:
-    """Become the command of an order; returns only when that fails, as a shell would."""
+    """Become the command of an order; returns only when that fails, as a shell would.
+
+    An order to stand apart is done already: this process then holds its mount namespace.
+    """
+    if "apart" in order:
+        print("ready", flush=True)
+        while True:
+            signal.pause()
     argv = order["argv"]
     try:
         os.execvpe(argv[0], argv, os.environ)

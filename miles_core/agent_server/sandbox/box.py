@@ -20,14 +20,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from miles_core.agent_server.sandbox import cgroups
+from miles_core.agent_server.sandbox import cgroups, processes
 from miles_core.agent_server.sandbox.accounts import ROOT, Account
 from miles_core.agent_server.sandbox.askers import asked_by
 from miles_core.agent_server.sandbox.errors import SandboxError, SandboxGone
 from miles_core.agent_server.sandbox.forks import Forks, Helpers
 from miles_core.agent_server.sandbox.layers import Root
 from miles_core.agent_server.sandbox.lookups import ADDRESSES, Lookups
-from miles_core.agent_server.sandbox.processes import descendants
 from miles_core.agent_server.sandbox.relay import Relay, listen_inside, socket_inside
 from miles_core.agent_server.sandbox.streams import OUTPUT_LIMIT, Completed, pipes
 
@@ -198,7 +197,7 @@ exec {shlex.join(bwrap)}
     @property
     def alive(self) -> bool:
         """Whether commands can be run."""
-        return self._pid is not None and not self._closed
+        return self._pid is not None and not self._closed and not processes.exiting(self._pid)
 
     def _measure(self) -> None:
         """Note the space that was used, while the sandbox is there."""
@@ -249,7 +248,7 @@ exec {shlex.join(bwrap)}
         if self._apart.done():
             message = self._apart.result().err.decode(errors="replace").strip()
             raise SandboxError(f"{place} was not set apart: {message[-300:]}")
-        self._apart_pid = descendants(order["pid"])[0]
+        self._apart_pid = processes.descendants(order["pid"])[0]
 
     async def rejoin(self) -> None:
         """Show further commands what all processes see, and drop the folder of `seclude`."""
@@ -292,10 +291,13 @@ exec {shlex.join(bwrap)}
                 order["pid"] = fork.pid
             self._running.add(fork.pid)
             try:
-                return await streams.communicate(fork.ended, stdin, limit, on_line)
+                done = await streams.communicate(fork.ended, stdin, limit, on_line)
             finally:
                 self._running.discard(fork.pid)
                 fork.end()
+        if not self.alive:
+            raise SandboxGone("the sandbox ended while a command ran in it")
+        return done
 
     def open_written(self) -> tuple[int, int]:
         """Descriptors of what was written to the root and to /usr; they outlive the sandbox."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from miles_core.agent_server.sandbox.errors import SandboxError
 
+PF_EXITING = 0x4  # include/linux/sched.h
 END_LIMIT_S = 3.0
 """How long the processes of a sandbox may take to end."""
 
@@ -37,6 +38,15 @@ def descendants(root: int) -> list[int]:
         found += children.get(found[at], [])
         at += 1
     return found[1:]
+
+
+def exiting(pid: int) -> bool:
+    """Whether a process has ended, waited for or not, or is about to (proc(5), /proc/PID/stat)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return True
+    return fields[0] in "ZX" or bool(int(fields[6]) & PF_EXITING)
 
 
 def end_tree(root: int) -> None:
