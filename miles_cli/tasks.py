@@ -102,6 +102,7 @@ def run_check(args: argparse.Namespace) -> int:
         print_json(_as_json(tasks_dir, sandbox, reports, seconds))
     else:
         _print_table(reports)
+        _print_reasons(reports)
         print(_summary(reports, seconds))
     return 0 if all(r.state is State.ADMITTED for r in reports) else EXIT_FAILED
 
@@ -251,7 +252,7 @@ def _as_json(
 
 
 def _print_table(reports: list[TaskReport]) -> None:
-    """A table as wide as the terminal; elsewhere lines are not cut."""
+    """A table as wide as the terminal, where long reasons are cut; elsewhere nothing is."""
     from rich.console import Console
     from rich.table import Table
 
@@ -260,7 +261,7 @@ def _print_table(reports: list[TaskReport]) -> None:
         table.add_column(name, no_wrap=True)
     for name in ("seconds", "MB disk/memory"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("reason", overflow="fold")
+    table.add_column("reason", no_wrap=True, overflow="ellipsis")
     for report in reports:
         table.add_row(*_row(report))
     width = None if sys.stdout.isatty() else 300
@@ -279,9 +280,6 @@ def _row(report: TaskReport) -> list[str]:
     def megabytes(value: int | None) -> str:
         return "-" if value is None else f"{value / 1e6:.0f}"
 
-    why = [report.reason] if report.reason else []
-    why += [f"-> {report.fix}"] if report.fix else []
-    why += [f"note: {note}" for note in report.notes]
     return [
         report.task,
         report.state + (" (cached)" if report.cached else ""),
@@ -291,8 +289,19 @@ def _row(report: TaskReport) -> list[str]:
         choice(report.solution_hidden, "yes", "no"),
         f"{report.seconds:.1f}",
         f"{megabytes(report.disk_bytes)}/{megabytes(report.memory_peak_bytes)}",
-        "\n".join(why),
+        report.reason,
     ]
+
+
+def _print_reasons(reports: list[TaskReport]) -> None:
+    """Every reason in full, with what to do about it, and notes."""
+    print()
+    for report in reports:
+        fixes = zip(report.reasons, report.fixes, strict=True)
+        lines = [f"  {reason}\n    -> {fix}" for reason, fix in fixes]
+        lines += [f"  note: {note}" for note in report.notes]
+        if lines:
+            print("\n".join([f"{report.task}: {report.state}", *lines]))
 
 
 def _summary(reports: list[TaskReport], seconds: float) -> str:

@@ -51,10 +51,23 @@ FIX_NOP_FULL = "let the tests check what the instruction asks for"
 FIX_NOP_NONE = "let the verifier write a reward in every case, 0 when nothing was done"
 FIX_FORGED = "let the verifier compute the reward itself, from no file where an agent may write it"
 FIX_VISIBLE = "take tests and solution out of environment/ and out of every git history there"
+FIX_VERIFIER = (
+    "let environment/Dockerfile bring what the verifier needs, or check it with --sandbox docker"
+)
+FIX_SLOW = "let the tests end, or raise timeout_sec of [verifier] in task.toml"
 FIX_PARSE = "correct the task's files"
 FIX_SANDBOX = "check it in another sandbox (--sandbox docker), or leave its rows out"
 FIX_SOLUTION = "add solution/solve.sh, so that a check can show that full reward can be reached"
 FIX_WORLD = "try again; when it stays, see the agent server's log"
+
+_WORDS = {
+    Cause.REWARD_MISSING: ("the verifier wrote no reward", FIX_NOP_NONE),
+    Cause.REWARD_INVALID: ("what the verifier wrote is no number", FIX_NOP_NONE),
+    Cause.VERIFIER_TIMEOUT: ("the verifier did not end in its time", FIX_SLOW),
+    Cause.TRIAL_TIMEOUT: ("the trial did not end in its time", FIX_SLOW),
+    Cause.VERIFIER_FAILED: ("", FIX_VERIFIER),
+}
+"""What a cause means, where its detail need not be told, and what to do."""
 
 
 def trial_of(result: TrialResult) -> Trial:
@@ -118,6 +131,11 @@ def _against(report: TaskReport, reason: str, fix: str) -> None:
     report.fixes.append(fix)
 
 
+def _no_verdict(report: TaskReport, when: str, trial: Trial, fix: str) -> None:
+    words, fix = _WORDS.get(Cause(trial.cause), ("", fix)) if trial.cause else ("", fix)
+    _against(report, f"no verdict {when} ({trial.cause}): {words or trial.detail}", fix)
+
+
 def _final(report: TaskReport, trials: list[TrialResult]) -> State | None:
     """The state, when one trial says all there is to say."""
     for result in trials:
@@ -125,7 +143,7 @@ def _final(report: TaskReport, trials: list[TrialResult]) -> State | None:
         if result.reward is not None or cause is None:
             continue
         if cause is Cause.SANDBOX_UNSUPPORTED:
-            _against(report, detail, FIX_SANDBOX)
+            _against(report, detail.removeprefix("SandboxUnsupported: "), FIX_SANDBOX)
             return State.UNSUPPORTED
         if cause in WORLD:
             _against(report, f"no verdict ({cause}): {detail}", FIX_WORLD)
@@ -141,8 +159,7 @@ def _judge_nop(report: TaskReport) -> None:
     if nop is None:
         return
     if nop.reward is None:
-        reason = f"no verdict when nothing was done ({nop.cause}): {nop.detail}"
-        _against(report, reason, FIX_NOP_NONE)
+        _no_verdict(report, "when nothing was done", nop, FIX_NOP_NONE)
     elif nop.reward >= FULL_REWARD:
         _against(report, f"reward {nop.reward:g} for doing nothing", FIX_NOP_FULL)
 
@@ -153,8 +170,7 @@ def _judge_oracle(report: TaskReport) -> None:
         return
     stopped = " after its time was up" if oracle.cause == Cause.AGENT_TIMEOUT else ""
     if oracle.reward is None:
-        reason = f"no verdict on the solution ({oracle.cause}): {oracle.detail}"
-        _against(report, reason, FIX_ORACLE)
+        _no_verdict(report, "on the solution", oracle, FIX_ORACLE)
     elif oracle.reward < FULL_REWARD:
         _against(report, f"the solution gets {oracle.reward:g}, not 1{stopped}", FIX_ORACLE)
     elif stopped:

@@ -23,10 +23,8 @@ def findings(result: TrialResult) -> dict[str, Any]:
     return result.agent_metrics.probe
 
 
-@pytest.mark.parametrize("forge", ["files", "links", "folders"])
-def test_no_forged_reward_outlives_the_start_of_a_silent_verifier(
-    server: Server, forge: str
-) -> None:
+@pytest.mark.parametrize("forge", ["files", "links", "folders", "processes"])
+def test_no_forged_reward_is_taken_from_a_silent_verifier(server: Server, forge: str) -> None:
     make_task(server.tasks, f"probe-silent-{forge}", test=SILENT)
     result = server.run(f"probe-silent-{forge}", "probe", forge=forge)
     assert findings(result)["forged"] > 10
