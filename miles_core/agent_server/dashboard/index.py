@@ -18,7 +18,7 @@ import orjson
 from miles_core.agent_server.protocol import TrialResult, valid_id
 
 MOST_TRIALS = 50_000
-"""Trials that are kept, the newest; about 40 MB."""
+"""Trials that are kept, the newest; about 25 MB."""
 
 MINUTES = 60
 """Minutes of the recent past that are counted one by one."""

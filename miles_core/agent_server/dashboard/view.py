@@ -193,4 +193,4 @@ def _state(record: Record) -> TrialState:
 
 
 def _named(part: str, task: str, trial_id: str) -> bool:
-    return part in task.lower() or part in trial_id.lower()
+    return not part or part in task.lower() or part in trial_id.lower()

@@ -20,6 +20,7 @@ export function drawOverview(data) {
   write($("scored"), number(scored));
   write($("scored-share"), data.ended ? ` of ${number(data.ended)} ended` : "");
   write($("early"), early(data));
+  $("early").title = early(data);
   write($("missing"), number(missed));
   write($("missing-share"), data.ended ? ` ${number((100 * missed) / data.ended, 1)} %` : "");
   const shown = missing.slice(0, 6);
@@ -90,7 +91,7 @@ function drawCharts(overview) {
   $("ended-chart").drawn = key;
   const ended = series.map((one) => one?.ended ?? 0);
   const most = Math.max(1, ...ended);
-  write($("ended-note"), `${number(ended.reduce((a, b) => a + b, 0))} in the last hour, peak ${most}`);
+  write($("ended-note"), `${number(ended.reduce((a, b) => a + b, 0))} in an hour, peak ${most}`);
   const shapes = [];
   series.forEach((one, place) => {
     if (!one?.ended) return;

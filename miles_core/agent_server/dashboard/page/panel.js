@@ -121,10 +121,20 @@ function fillVerdict(data) {
   if (verdict.reward !== null) line.push(el("span", { class: "reward" }, `reward ${number(verdict.reward, 4)}`));
   if (verdict.cause) line.push(el("span", { class: "cause" }, words(verdict.cause)));
   if (status) line.push(el("span", { class: "quiet" }, status));
-  const report = Object.keys(verdict.report ?? {}).length > 1 ? JSON.stringify(verdict.report, null, 1) : "";
   parts.verdict.replaceChildren(el("p", { class: "line" }, ...line));
   if (verdict.detail) parts.verdict.append(el("p", { class: "detail" }, verdict.detail));
-  if (report) parts.verdict.append(long("report", report, "report"));
+  const { ctrf, ...report } = verdict.report ?? {};
+  if (ctrf) parts.verdict.append(el("p", { class: "detail" }, tests(ctrf)));
+  if (Object.keys(report).length > 1) parts.verdict.append(long("report", JSON.stringify(report, null, 1), "report"));
+}
+
+// A verifier's own test report in one line.
+function tests(ctrf) {
+  const { tool, tests: all, failed_tests: failed, problem, ...counts } = ctrf;
+  if (problem) return problem;
+  const each = Object.entries(counts).map(([status, count]) => `${count} ${status}`).join(", ");
+  const names = failed?.length ? `: ${failed.join(", ")}` : "";
+  return `${tool ?? "Tests"}: ${each || `${all} tests`}${names}`;
 }
 
 function fillPhases(data) {
@@ -227,7 +237,8 @@ function showTurn(turn, index, key) {
 }
 
 // A text that is folded when it is long; `end` shows its end rather than its start.
-function long(kind, text, key, end = false) {
+function long(kind, whole, key, end = false) {
+  const text = whole.trimEnd();
   const lines = text.split("\n");
   const pre = el("pre", { class: kind, tabIndex: -1 });
   if (lines.length <= LONG_LINES + 4 && text.length <= LONG_TEXT * 1.3) {
