@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import sys
 import time
@@ -21,6 +22,17 @@ if TYPE_CHECKING:
     from miles_core.admission.check import Progress
     from miles_core.admission.report import TaskReport
 
+_COLUMNS = (
+    "task",
+    "state",
+    "oracle",
+    "nop",
+    "forged",
+    "hidden",
+    "seconds",
+    "MB disk/mem",
+    "reason",
+)
 _LINE_S = 5.0
 """Seconds between two lines of progress where no terminal redraws one."""
 
@@ -253,19 +265,13 @@ def _as_json(
 
 def _print_table(reports: list[TaskReport]) -> None:
     """A table as wide as the terminal, where long reasons are cut; elsewhere nothing is."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("task", "state", "oracle", "nop", "forged", "hidden"):
-        table.add_column(name, no_wrap=True)
-    for name in ("seconds", "MB disk/memory"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("reason", no_wrap=True, overflow="ellipsis")
-    for report in reports:
-        table.add_row(*_row(report))
-    width = None if sys.stdout.isatty() else 300
-    Console(file=sys.stdout, width=width, highlight=False, markup=False).print(table)
+    rows = [list(_COLUMNS), *(_row(report) for report in reports)]
+    widths = [max(len(row[k]) for row in rows) for k in range(len(_COLUMNS) - 1)]
+    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=True)]
+        line = "  ".join([*cells, row[-1]]).rstrip()
+        print(line if room is None or len(line) <= room else f"{line[: room - 1]}…")
 
 
 def _row(report: TaskReport) -> list[str]:
@@ -310,5 +316,6 @@ def _summary(reports: list[TaskReport], seconds: float) -> str:
     states = Counter(report.state.value for report in reports)
     told = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
     cached = sum(report.cached for report in reports)
-    text = f"{len(reports)} tasks in {duration(seconds)}: {told}"
+    noun = "task" if len(reports) == 1 else "tasks"
+    text = f"{len(reports)} {noun} in {duration(seconds)}: {told}"
     return f"{text} ({cached} from the cache)" if cached else text

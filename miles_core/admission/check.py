@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 import uuid
 from collections import Counter
@@ -139,8 +138,6 @@ class Checker:
     async def _one(self, name: str) -> TaskReport:
         async with self._slots:
             task_dir = self._tasks_dir / name if self._tasks_dir else None
-            if not valid_id(name):
-                return unnamed(name)
             digest = task_digest(task_dir) if task_dir else None
             report = judge(name, await self._gather(name, task_dir))
             if task_dir is not None and task_digest(task_dir) != digest:
@@ -193,12 +190,15 @@ def unnamed(name: str) -> TaskReport:
 def cached_reports(
     tasks_dir: Path | None, cache: CheckCache, names: Iterable[str]
 ) -> dict[str, TaskReport]:
-    """The reports that a cache has of tasks as they are now."""
+    """The reports of tasks as they are now that need no trial: those that a cache has."""
+    if tasks_dir is None:
+        return {}
     found = {}
-    for name in names if tasks_dir is not None else ():
-        assert tasks_dir is not None
-        with contextlib.suppress(FileNotFoundError):
-            report = cache.get(name, task_digest(tasks_dir / name))
-            if report is not None:
-                found[name] = report
+    for name in names:
+        if not valid_id(name):
+            found[name] = unnamed(name)
+            continue
+        report = cache.get(name, task_digest(tasks_dir / name))
+        if report is not None:
+            found[name] = report
     return found

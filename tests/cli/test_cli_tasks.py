@@ -62,9 +62,20 @@ def test_the_exit_status_is_0_only_when_all_are_admitted(
 ) -> None:
     flags = ["--cache", str(cache)]
     assert main(["tasks", "check", str(folder / "write-001"), *flags]) == 0
-    assert "1 tasks in 0 s: 1 admitted (1 from the cache)" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert shown.splitlines()[-1].startswith("1 task in ")
+    assert shown.endswith(": 1 admitted (1 from the cache)\n")
     assert main(["tasks", "check", str(folder), *flags]) == 1
     assert "the solution gets 0, not 1" in capsys.readouterr().out
+
+
+def test_a_folder_with_an_odd_name_is_no_task_whatever_it_holds(
+    folder: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "write-001").rename(folder / "write 001")
+    flags = ["--cache", str(cache), "--agent-python", "/absent"]
+    assert main(["tasks", "check", str(folder), *flags]) == 1
+    assert "write 001: failed\n  the folder's name is no task id" in capsys.readouterr().out
 
 
 def test_json_is_one_object(folder: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
