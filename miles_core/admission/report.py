@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 CHECKS_VERSION = 1
 """Goes up when the checks, or what a sandbox lets an agent do, change: all tasks are checked
@@ -62,6 +62,12 @@ class TaskReport(BaseModel):
     digest: str | None = None
     checked_at: float | None = Field(None, description="Seconds since 1970")
     cached: bool = False
+
+    @model_validator(mode="after")
+    def _each_reason_has_a_fix(self) -> TaskReport:
+        if len(self.reasons) != len(self.fixes):
+            raise ValueError(f"{len(self.reasons)} reasons with {len(self.fixes)} fixes")
+        return self
 
     @property
     def reason(self) -> str:
