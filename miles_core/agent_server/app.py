@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import math
 import uuid
 from typing import Annotated, Any
 
@@ -24,6 +25,7 @@ from miles_core.agent_server.protocol import (
     TrialStatus,
     valid_id,
 )
+from miles_core.agent_server.queueing import QueueFull
 from miles_core.agent_server.settings import ServerSettings
 from miles_core.agent_server.tasks import TaskSet
 from miles_core.agent_server.trials import TrialManager, UnknownTrial
@@ -135,6 +137,12 @@ def make_app(
     @app.exception_handler(Refused)
     async def on_refused(request: Request, error: Refused) -> JSONResponse:
         return _error(error.status, error.code, error.message)
+
+    @app.exception_handler(QueueFull)
+    async def on_full(request: Request, error: QueueFull) -> JSONResponse:
+        answer = _error(429, "queue_full", str(error))
+        answer.headers["retry-after"] = str(math.ceil(error.retry_s))
+        return answer
 
     @app.exception_handler(UnknownTrial)
     async def on_unknown(request: Request, error: UnknownTrial) -> JSONResponse:

@@ -25,6 +25,7 @@ from miles_core.verdicts import Cause, Verdict
 
 FIRST_RETRY_S = 0.2
 LONGEST_RETRY_S = 5.0
+QUEUE_FULL_RETRY_S = 5.0
 
 
 class AgentServerError(RuntimeError):
@@ -137,7 +138,8 @@ class AgentServerClient:
                 if known:
                     status = await self.wait(trial_id, min(30.0, left, request.lease_s / 2))
                 else:
-                    status = await self.start(trial_id, request)
+                    asked = request.model_copy(update={"deadline_s": left})
+                    status = await self.start(trial_id, asked)
             except AgentServerUnreachable:
                 now = time.monotonic()
                 failing_since = failing_since or now
@@ -147,10 +149,11 @@ class AgentServerClient:
                 pause = min(2 * pause, LONGEST_RETRY_S)
                 continue
             except AgentServerError as error:
-                if not (known and error.status == 404):
+                full = error.code == "queue_full"  # it may have room when other trials have ended
+                if not full and not (known and error.status == 404):
                     raise
                 known = False
-                await asyncio.sleep(FIRST_RETRY_S)
+                await asyncio.sleep(min(left, QUEUE_FULL_RETRY_S if full else FIRST_RETRY_S))
                 continue
             known, failing_since, pause = True, None, FIRST_RETRY_S
             if status.state is TrialState.ENDED:

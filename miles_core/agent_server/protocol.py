@@ -50,6 +50,12 @@ class TrialRequest(BaseModel):
     lease_s: float = Field(
         120.0, gt=0, description="Seconds without a request for it after which a trial is ended"
     )
+    deadline_s: float | None = Field(
+        None,
+        gt=0,
+        description="Seconds after which the caller gives up: a trial that would wait longer in "
+        "the queue is refused (429)",
+    )
     session_server_id: str | None = None
     session_server_instance_id: str | None = None
     trial_id: str | None = Field(None, description="Used by POST /run; default: a new one")

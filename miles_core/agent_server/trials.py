@@ -24,6 +24,7 @@ from miles_core.agent_server.protocol import (
     TrialStatus,
     valid_id,
 )
+from miles_core.agent_server.queueing import QueueEstimate
 from miles_core.agent_server.runner import Runner
 from miles_core.agent_server.tasks import one_line
 from miles_core.verdicts import Cause, Verdict
@@ -69,6 +70,7 @@ class TrialManager:
         self.capacity = capacity
         self._slots = asyncio.Semaphore(capacity)
         self._live: dict[str, Record] = {}
+        self._queue = QueueEstimate(capacity)
         self._leases: asyncio.Task[None] | None = None
         self.stopping = asyncio.Event()
         self.watchers: list[Callable[[Record], None]] = []
@@ -109,10 +111,11 @@ class TrialManager:
     # ---- what the routes call ------------------------------------------------------
 
     def start(self, trial_id: str, request: TrialRequest) -> TrialStatus:
-        """Start a trial, or join the one of this id."""
+        """Start a trial, or join the one of this id. Raises QueueFull."""
         known = self._find(trial_id)
         if known is not None:
             return known
+        self._queue.check(len(self._live), request.deadline_s)
         now = time.monotonic()
         record = Record(trial_id, request, now, now)
         self._live[trial_id] = record
@@ -197,7 +200,9 @@ class TrialManager:
                 def enter(phase: Phase) -> None:
                     record.phase, record.phase_began = phase, time.monotonic()
 
+                began = time.monotonic()
                 result = await self._runner.run(record.trial_id, record.request, enter)
+                self._queue.ended(time.monotonic() - began)
         except asyncio.CancelledError:
             return  # _ended knows why
         except Exception as error:  # nothing may leave a trial without a result
