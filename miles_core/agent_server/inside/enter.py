@@ -128,13 +128,15 @@ def enter(given: list[int], work: Work) -> None:
         os._exit(code)
 
 
-def set_apart(place: str, size_mb: int) -> None:
-    """Mount an empty folder at `place` in a mount namespace of this process's own."""
+def set_apart(places: dict[str, int], size_mb: int) -> None:
+    """Mount an empty folder, of a given mode, at each place, in a mount namespace of its own."""
     checked(libc.unshare(CLONE_NEWNS), "unshare")
     checked(libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None), "mount")
     flags = ctypes.c_ulong(MS_NOSUID | MS_NODEV)
-    options = f"size={size_mb}m,mode=777".encode()
-    checked(libc.mount(b"apart", place.encode(), b"tmpfs", flags, options), f"mount {place}")
+    for place, mode in places.items():
+        os.makedirs(place, exist_ok=True)
+        options = f"size={size_mb}m,mode={mode:o}".encode()
+        checked(libc.mount(b"apart", place.encode(), b"tmpfs", flags, options), f"mount {place}")
 
 
 def become(

@@ -47,6 +47,9 @@ CAPABILITIES = {
 }
 """What root of a sandbox may do inside it, with the kernel's numbers (linux/capability.h)."""
 
+BLOCK_SUSPEND = 36
+"""A capability that means nothing in a user namespace; it sets later processes above earlier."""
+
 PROC_READ_ONLY = ("/proc/sys", "/proc/sysrq-trigger", "/proc/irq", "/proc/bus", "/proc/fs")
 """Kernel settings that user 0 may write by ownership alone; bubblewrap 0.8 leaves some open."""
 
@@ -223,19 +226,23 @@ exec {shlex.join(bwrap)}
         When the time is up, or this call is cancelled, the command ends with all its descendants.
         A process that it had put into the background before, as a child of init, lives on.
         """
-        order = {"argv": argv, "process": _process(user, env or {}, cwd)}
+        order = {"argv": argv, "process": self._process(user, env or {}, cwd)}
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._fork(self._helpers.commands, order, stdin, limit)
         except TimeoutError:
             return Completed(124, err=f"ended after {timeout_s} s".encode())
 
-    async def seclude(self, place: str) -> None:
-        """Show all further commands an empty folder at `place` that no earlier process sees."""
+    async def seclude(self, places: dict[str, int]) -> None:
+        """Show all further commands an empty folder, of a given mode, at each of `places`.
+
+        No earlier process sees what is written there, and none can reach it through /proc: for
+        that it would need every capability of the later ones (ptrace(2), access mode checking).
+        """
         await self.rejoin()
         order: dict[str, Any] = {
-            "apart": {"place": place, "size_mb": self.settings.disk_mb},
-            "process": _process(ROOT, {}, "/"),
+            "apart": {"places": places, "size_mb": self.settings.disk_mb},
+            "process": self._process(ROOT, {}, "/"),
         }
         ready = asyncio.Event()
         forking = self._fork(
@@ -247,7 +254,7 @@ exec {shlex.join(bwrap)}
         waiting.cancel()
         if self._apart.done():
             message = self._apart.result().err.decode(errors="replace").strip()
-            raise SandboxError(f"{place} was not set apart: {message[-300:]}")
+            raise SandboxError(f"{', '.join(places)}: not set apart: {message[-300:]}")
         self._apart_pid = processes.descendants(order["pid"])[0]
 
     async def rejoin(self) -> None:
@@ -272,7 +279,7 @@ exec {shlex.join(bwrap)}
         `on_line` is given each line of the standard output as it comes. When this call is
         cancelled, the agent ends with all its descendants, as in `run`.
         """
-        order = {"job": job, "process": _process(user, env, cwd)}
+        order = {"job": job, "process": self._process(user, env, cwd)}
         return await self._fork(self._helpers.agents, order, None, OUTPUT_LIMIT, on_line)
 
     async def _fork(
@@ -336,14 +343,14 @@ exec {shlex.join(bwrap)}
         for directory in self._cgroups:
             await asyncio.to_thread(cgroups.remove, directory)
 
-
-def _process(user: Account, env: dict[str, str], cwd: str) -> dict[str, Any]:
-    """What a process in a sandbox is to take on (`inside/enter.py`)."""
-    return {
-        "env": {"PATH": PATH, "LANG": "C.UTF-8", **env},
-        "cwd": cwd,
-        "uid": user.uid,
-        "gid": user.gid,
-        "groups": user.groups,
-        "capabilities": sum(1 << CAPABILITIES[name] for name in CAPABILITIES),
-    }
+    def _process(self, user: Account, env: dict[str, str], cwd: str) -> dict[str, Any]:
+        """What a process in a sandbox is to take on (`inside/enter.py`)."""
+        numbers = [*CAPABILITIES.values(), *([BLOCK_SUSPEND] if self._apart_pid else [])]
+        return {
+            "env": {"PATH": PATH, "LANG": "C.UTF-8", **env},
+            "cwd": cwd,
+            "uid": user.uid,
+            "gid": user.gid,
+            "groups": user.groups,
+            "capabilities": sum(1 << number for number in numbers),
+        }

@@ -36,6 +36,7 @@ PIDS = 512
 KILLED = (-9, 137)
 NAMES_LIMIT = 20
 VERIFIER_LOGS = "/logs/verifier"
+TESTS = "/tests"
 LOG_DIRECTORIES = ("/logs", "/logs/agent", VERIFIER_LOGS, "/logs/artifacts")
 RESTORE_LOGS = """for place in "$@"; do
   if [ -L "$place" ] || [ ! -d "$place" ]; then
@@ -156,6 +157,15 @@ class BubblewrapEnvironment(BaseEnvironment):
         if self._image is not None:
             self._host.images.release(self._image)
             self._image = None
+
+    def verifier_places(self) -> dict[str, int]:
+        """The folders that a verifier has to itself, with their modes.
+
+        /tests is one of them unless the Dockerfile speaks of it, for an image may bring a part.
+        """
+        dockerfile = self.environment_dir / "Dockerfile"
+        theirs = dockerfile.is_file() and TESTS in dockerfile.read_text(errors="replace")
+        return {VERIFIER_LOGS: 0o777} if theirs else {VERIFIER_LOGS: 0o777, TESTS: 0o755}
 
     def kill(self) -> None:
         """End every process of the sandbox without asking any of them."""
@@ -328,7 +338,7 @@ class SandboxHost:
             await environment.box.rejoin()
             if phase is Phase.VERIFIER:
                 await environment.checked(["sh", "-c", RESTORE_LOGS, "sh", *LOG_DIRECTORIES])
-                await environment.box.seclude(VERIFIER_LOGS)
+                await environment.box.seclude(environment.verifier_places())
 
     def space(self) -> dict[str, int | None]:
         """Bytes that the sandboxes of the trial used, all together; None where nothing tells."""
