@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import statistics
@@ -72,8 +73,29 @@ class Model(BaseHTTPRequestHandler):
         return
 
 
-async def measure(url: str, model: str, trials: int, concurrent: int) -> dict[str, Any]:
-    """Seconds per trial of each agent, one after the other and `concurrent` at once."""
+def cpu_s(root: int) -> float:
+    """CPU seconds of a process, of all below it, and of what these have waited for."""
+    stats: dict[int, list[str]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                stat = (entry / "stat").read_text()
+                stats[int(entry.name)] = stat.rpartition(")")[2].split()
+    family = {root}
+    while found := {pid for pid, stat in stats.items() if int(stat[1]) in family} - family:
+        family |= found
+    ticks = sum(int(tick) for pid in family & set(stats) for tick in stats[pid][11:15])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+async def measure(
+    url: str, server: int, model: str, trials: int, concurrent: int
+) -> dict[str, Any]:
+    """Seconds per trial of each agent, one after the other and `concurrent` at once.
+
+    CPU seconds are those of the process `server` and its sandboxes, of a trial in the mean; they
+    tell of the cost even when the machine has other work.
+    """
     report: dict[str, Any] = {"load_average": os.getloadavg()[0]}
     async with AgentServerClient(url) as client:
 
@@ -87,22 +109,28 @@ async def measure(url: str, model: str, trials: int, concurrent: int) -> dict[st
 
         for agent in EXPECTED:
             first = await one(agent, -1)
+            cpu = cpu_s(server)
             pairs = [await one(agent, number) for number in range(trials)]
             seconds = [pair[0] for pair in pairs]
+            cpu_between = cpu_s(server)
             began = time.monotonic()
             await asyncio.gather(*(one(agent, number) for number in range(concurrent)))
+            wall = time.monotonic() - began
+            cpu_after = cpu_s(server)
             phases = ("env_setup_time", "agent_setup_time", "agent_run_time", "eval_time")
             report[agent] = {
                 "trials": trials,
                 "first_s": round(first[0], 4),
                 "median_s": round(statistics.median(seconds), 4),
                 "max_s": round(max(seconds), 4),
+                "cpu_s": round((cpu_between - cpu) / trials, 4),
                 **{
                     f"median_{phase}": statistics.median(getattr(pair[1], phase) for pair in pairs)
                     for phase in phases
                 },
                 "concurrent": concurrent,
-                "concurrent_wall_s": round(time.monotonic() - began, 4),
+                "concurrent_wall_s": round(wall, 4),
+                "concurrent_cpu_s": round((cpu_after - cpu_between) / concurrent, 4),
             }
     return report
 
@@ -132,7 +160,7 @@ def run(trials: int, concurrent: int) -> dict[str, Any]:
             start_s = round(time.monotonic() - began, 3)
             url = json.loads(ready.read_text())["url"]
             endpoint = f"http://127.0.0.1:{model.server_port}/v1"
-            report = asyncio.run(measure(url, endpoint, trials, concurrent))
+            report = asyncio.run(measure(url, server.pid, endpoint, trials, concurrent))
         finally:
             server.terminate()
             server.wait()
@@ -157,8 +185,8 @@ def main() -> None:
         print(
             f"{agent:15} first {row['first_s']:.3f} s, median {row['median_s']:.3f} s "
             f"(agent {row['median_agent_setup_time'] + row['median_agent_run_time']:.3f} s), "
-            f"max {row['max_s']:.3f} s, "
-            f"{row['concurrent']} at once {row['concurrent_wall_s']:.2f} s"
+            f"max {row['max_s']:.3f} s, CPU {row['cpu_s']:.2f} s; {row['concurrent']} at once "
+            f"{row['concurrent_wall_s']:.2f} s, CPU {row['concurrent_cpu_s']:.2f} s each"
         )
 
 
