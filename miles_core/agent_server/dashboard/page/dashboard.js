@@ -9,6 +9,7 @@ const PAUSE_MS = 2000;
 const QUIET_PAUSE_MS = 5000;
 const LONGEST_PAUSE_MS = 15000;
 const PAGE_ROWS = 50;
+const HOLD_MS = 4000;
 
 const filters = $("filters");
 const rows = new Map();
@@ -19,6 +20,7 @@ let failures = 0;
 let failure = null;
 let goneSince = null;
 let timer = null;
+let pointed = 0;
 let asking = false;
 let again = false;
 
@@ -119,14 +121,20 @@ function drawList(data, changed) {
   $("empty").hidden = items.length > 0;
   write($("empty"), overview.loaded ? "Nothing matches." : "Reading earlier trials …");
   const end = data.offset + items.length;
-  write($("range"), data.total ? `${number(data.offset + 1)} to ${number(end)} of ${number(data.total)}` : "");
+  const shown = data.total ? `${number(data.offset + 1)} to ${number(end)} of ${number(data.total)}` : "";
+  write($("range"), trials && held() ? "the order is held while you point at it" : shown);
   $("before").disabled = data.offset === 0;
   $("after").disabled = end >= data.total;
 }
 
-// Rows are kept by trial and changed in place, so that focus and selection stay.
+// Rows are kept by trial and changed in place, so that focus and selection stay. None moves away
+// from under a pointer that is at work.
 function drawTrials(items) {
   const body = $("trials").tBodies[0];
+  if (held()) {
+    for (const trial of items) if (rows.has(trial.trial_id)) fillRow(rows.get(trial.trial_id), trial);
+    return;
+  }
   const seen = new Set();
   items.forEach((trial, place) => {
     seen.add(trial.trial_id);
@@ -142,6 +150,8 @@ function drawTrials(items) {
   }
   markShown();
 }
+
+const held = () => Date.now() - pointed < HOLD_MS && $("trials").tBodies[0].matches(":hover");
 
 function newRow(trial) {
   const badge = el("span", { class: "badge" });
@@ -204,9 +214,13 @@ function list(what) {
 
 function turn(to) {
   offset = to;
+  pointed = 0;
   refresh();
 }
 
+$("trials").tBodies[0].addEventListener("pointermove", () => {
+  pointed = Date.now();
+});
 filters.addEventListener("input", () => turn(0));
 filters.addEventListener("submit", (event) => event.preventDefault());
 filters.addEventListener("reset", () => setTimeout(() => turn(0)));
