@@ -6,14 +6,16 @@ import asyncio
 import hmac
 import math
 import uuid
+from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
-from fastapi import Depends, FastAPI, Query, Request
+from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
 from miles_core.agent_server.agents import JOBS
+from miles_core.agent_server.body_limit import BodyLimit
 from miles_core.agent_server.dashboard.app import make_dashboard_app
 from miles_core.agent_server.dashboard.index import TrialIndex
 from miles_core.agent_server.dashboard.view import DashboardView
@@ -31,6 +33,8 @@ from miles_core.agent_server.tasks import TaskSet
 from miles_core.agent_server.trials import TrialManager, UnknownTrial
 
 LONGEST_WAIT_S = 120.0
+BODY_LIMIT = 4 << 20
+"""Bytes of a request; a row's metadata travels with it."""
 DISCONNECT_CHECK_S = 1.0
 
 
@@ -69,17 +73,43 @@ def make_app(
 ) -> FastAPI:
     """The application; `health` holds the parts of its answer that do not change."""
     app = FastAPI(title="Miles Flow agent server", docs_url=None, redoc_url=None)
-    instance_id = str(uuid.uuid4())
+    app.add_middleware(BodyLimit, limit=BODY_LIMIT)
     tasks = TaskSet(settings.tasks_dir)
+    _add_health(app, manager, tasks, health)
+    secured = APIRouter(dependencies=[Depends(_bearer(token))])
+    _add_trials(secured, manager)
+    _add_run(secured, manager)
 
-    async def authorised(request: Request) -> None:
-        if token is None:
-            return
+    @secured.get("/tasks")
+    async def get_tasks() -> dict[str, list[str]]:
+        return {"tasks": tasks.ids()}
+
+    @secured.post("/flush")
+    async def post_flush(body: FlushRequest) -> dict[str, list[str]]:
+        return {"ended": await manager.flush(body.session_server_instance_id)}
+
+    app.include_router(secured)
+    _add_errors(app)
+    return app
+
+
+def _bearer(token: str | None) -> Callable[[Request], Awaitable[None]]:
+    """A check of a request's bearer token; without a token every request passes."""
+
+    def authorised(request: Request) -> None:
         given = request.headers.get("authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+        if token is not None and not hmac.compare_digest(
+            given.encode(), f"Bearer {token}".encode()
+        ):
             raise Refused(401, "unauthorized", "this route needs the server's bearer token")
 
-    secured = [Depends(authorised)]
+    return authorised
+
+
+def _add_health(
+    app: FastAPI, manager: TrialManager, tasks: TaskSet, health: dict[str, Any]
+) -> None:
+    instance_id = str(uuid.uuid4())
 
     @app.get("/health")
     async def get_health() -> Health:
@@ -93,28 +123,37 @@ def make_app(
             **health,
         )
 
-    @app.get("/tasks", dependencies=secured)
-    async def get_tasks() -> dict[str, list[str]]:
-        return {"tasks": tasks.ids()}
 
-    @app.put("/trials/{trial_id}", dependencies=secured)
+def _accepting(manager: TrialManager) -> None:
+    if manager.stopping.is_set():
+        raise Refused(503, "stopping", "the agent server is being stopped")
+
+
+def _add_trials(router: APIRouter, manager: TrialManager) -> None:
+    """The durable routes: start, long-poll, cancel."""
+
+    @router.put("/trials/{trial_id}")
     async def put_trial(trial_id: TrialId, body: TrialRequest) -> TrialStatus:
-        _accepting()
+        _accepting(manager)
         return manager.start(trial_id, body)
 
-    @app.get("/trials/{trial_id}", dependencies=secured)
+    @router.get("/trials/{trial_id}")
     async def get_trial(
         trial_id: TrialId, wait: Annotated[float, Query(ge=0)] = 0.0
     ) -> TrialStatus:
         return await manager.wait(trial_id, min(wait, LONGEST_WAIT_S))
 
-    @app.delete("/trials/{trial_id}", dependencies=secured)
+    @router.delete("/trials/{trial_id}")
     async def delete_trial(trial_id: TrialId) -> TrialStatus:
         return await manager.cancel(trial_id)
 
-    @app.post("/run", dependencies=secured)
+
+def _add_run(router: APIRouter, manager: TrialManager) -> None:
+    """The route that answers when its trial has ended."""
+
+    @router.post("/run")
     async def post_run(body: TrialRequest, request: Request) -> TrialResult:
-        _accepting()
+        _accepting(manager)
         trial_id = _checked_id(body.trial_id or uuid.uuid4().hex)
         status = manager.start(trial_id, body)
         while status.state is not TrialState.ENDED:
@@ -126,14 +165,8 @@ def make_app(
         assert status.result is not None
         return status.result
 
-    @app.post("/flush", dependencies=secured)
-    async def post_flush(body: FlushRequest) -> dict[str, list[str]]:
-        return {"ended": await manager.flush(body.session_server_instance_id)}
 
-    def _accepting() -> None:
-        if manager.stopping.is_set():
-            raise Refused(503, "stopping", "the agent server is being stopped")
-
+def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(Refused)
     async def on_refused(request: Request, error: Refused) -> JSONResponse:
         return _error(error.status, error.code, error.message)
@@ -153,8 +186,6 @@ def make_app(
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
         return _error(422, "invalid_request", f"{place}: {first['msg']}")
-
-    return app
 
 
 def make_dashboard(

@@ -226,6 +226,21 @@ def test_errors_have_one_shape(server: Server) -> None:
         assert run.json()["reward"] == 0.0
 
 
+def test_large_requests_are_refused(server: Server) -> None:
+    url, headers = f"{server.url}/trials/large", {"authorization": f"Bearer {SECRET}"}
+    body = b'{"instance_id": "answer", "more": "' + b"x" * (5 << 20) + b'"}'
+
+    def chunks():
+        for at in range(0, len(body), 65536):
+            yield body[at : at + 65536]
+
+    for content in (body, chunks()):
+        answer = httpx.put(url, content=content, headers=headers)
+        assert answer.status_code == 413, answer.text[:200]
+        assert answer.json()["error"]["code"] == "request_too_large"
+    assert httpx.get(url, headers=headers).status_code == 404
+
+
 def command(*flags: str, **env: str) -> subprocess.CompletedProcess[str]:
     variables = {k: v for k, v in os.environ.items() if k != "HARBOR_ADMIN_SECRET"}
     return subprocess.run(
