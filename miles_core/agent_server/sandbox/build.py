@@ -72,9 +72,9 @@ class HostBuild:
                 await box.close()
 
     async def _stage(self, number: int, place: Workplace) -> ImageState:
-        state = ImageState()
+        state, arguments = ImageState(), dict[str, str]()
         for one in self._file.chain(number):
-            following = _Following(self, one, place, state)
+            following = _Following(self, one, place, state, arguments)
             for instruction in self._file.stages[one].instructions:
                 await following.apply(instruction)
         return state
@@ -102,12 +102,19 @@ class HostBuild:
 class _Following:
     """The instructions of one stage in one sandbox."""
 
-    def __init__(self, build: HostBuild, number: int, place: Workplace, state: ImageState) -> None:
+    def __init__(
+        self,
+        build: HostBuild,
+        number: int,
+        place: Workplace,
+        state: ImageState,
+        arguments: dict[str, str],
+    ) -> None:
         self._build = build
         self._number = number
         self._box, self._names = place.box, place.names
         self.state = state
-        self.arguments: dict[str, str] = {}
+        self.arguments = arguments
 
     def _variables(self) -> dict[str, str]:
         return {**self.arguments, **self.state.env}

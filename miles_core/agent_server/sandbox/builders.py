@@ -30,6 +30,7 @@ _MOUNTED = ("dev", "proc", "etc", *LOGS)
 """Directories of a sandbox that must be ones; of the others a link of the image may stay."""
 
 _MADE = {"root": 0o700, "tmp": 0o1777, "var/tmp": 0o1777}
+_NAME = "localhost/miles-agent-image"
 _PATH = ("usr/local/sbin", "usr/local/bin", "usr/sbin", "usr/bin", "sbin", "bin")
 _LINKS_LIMIT = 20
 
@@ -40,41 +41,38 @@ def missing(program: str) -> bool:
 
 
 class Builder:
-    """One builder program; its images are removed once they are exported."""
+    """One builder program.
+
+    Its images have a name of ours only until they are exported. What has another name stays, and
+    so does what images were built upon, in the builder's storage.
+    """
 
     def __init__(self, program: str) -> None:
         self.program = program
 
-    async def build(self, dockerfile: bytes, context: Path | None, target: Path) -> ImageState:
+    async def build(
+        self, dockerfile: bytes, context: Path | None, target: Path, tag: str
+    ) -> ImageState:
         """Build an image and make `target` its root file system.
 
-        `context` is None when nothing is copied. Raises SandboxError with what the builder said,
-        and SandboxUnsupported for an image in which Harbor could run nothing.
+        `tag` is unlike that of any other build. `context` is None when nothing is copied. Raises
+        SandboxError with what the builder said, and SandboxUnsupported for an image in which Harbor
+        could run nothing.
         """
+        image = f"{_NAME}:{tag}"
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".context-") as scratch:
-            file, id_file = Path(scratch, "Dockerfile"), Path(scratch, "id")
+            file, empty = Path(scratch, "Dockerfile"), Path(scratch, "empty")
             file.write_bytes(dockerfile)
-            empty = Path(scratch, "empty")
             empty.mkdir()
             await self._call(
-                *[
-                    "build",
-                    "--isolation",
-                    "chroot",
-                    "--layers",
-                    "--force-rm",
-                    "--iidfile",
-                    str(id_file),
-                ],
-                *["-f", str(file), str(context or empty)],
+                *["build", "--isolation", "chroot", "--layers", "--force-rm"],
+                *["--tag", image, "-f", str(file), str(context or empty)],
             )
-            image = id_file.read_text().strip().removeprefix("sha256:")
-        state = state_of(await self._config(image))
         try:
+            state = state_of(await self._config(image))
             await self._export(image, target)
         finally:
-            with contextlib.suppress(SandboxError):  # another image may be built on it
-                await self._call("rmi", image)
+            await self._call("rmi", image)
         await asyncio.to_thread(_prepare, target)
         return state
 

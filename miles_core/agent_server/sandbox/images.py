@@ -191,7 +191,7 @@ class Images:
         made = Path(tempfile.mkdtemp(dir=self._directory, prefix=".new-"))
         try:
             async with asyncio.timeout(BUILD_LIMIT_S):
-                state, whole = await self._make(made, recipe, new_box, problem)
+                state, whole = await self._make(digest, made, recipe, new_box, problem)
                 await asyncio.to_thread(self._publish, made, digest, state, whole)
         except TimeoutError as error:
             raise SandboxError(f"the image was not built in {BUILD_LIMIT_S:.0f} s") from error
@@ -203,7 +203,7 @@ class Images:
             await asyncio.to_thread(layers.remove, away)
 
     async def _make(
-        self, made: Path, recipe: Recipe, new_box: NewBox, problem: str | None
+        self, digest: str, made: Path, recipe: Recipe, new_box: NewBox, problem: str | None
     ) -> tuple[ImageState, bool]:
         """Fill a directory; what the image says, and whether it is a whole file system."""
         assert recipe.file is not None and recipe.data is not None
@@ -215,7 +215,7 @@ class Images:
                     raise SandboxUnsupported(f"{error}; {_ADVICE}") from error
         assert self._builder is not None
         context = recipe.context.root if recipe.buildable else None
-        return await self._builder.build(recipe.data, context, made / "root"), True
+        return await self._builder.build(recipe.data, context, made / "root", digest), True
 
     async def _make_layers(self, made: Path, recipe: Recipe, new_box: NewBox) -> ImageState:
         assert recipe.file is not None

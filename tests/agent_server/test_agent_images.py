@@ -1,0 +1,376 @@
+"""Images of tasks: what a Dockerfile makes, the cache of it, and images from a builder."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import tarfile
+import uuid
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("harbor")
+from agent_scripted_model import DONE, ScriptedModel, bash  # noqa: E402
+from agent_server_helpers import Server, make_task  # noqa: E402
+
+from miles_core.agent_server.client import AgentServerClient  # noqa: E402
+from miles_core.agent_server.protocol import TrialRequest, TrialResult  # noqa: E402
+from miles_core.agent_server.sandbox import layers  # noqa: E402
+from miles_core.verdicts import Cause, VerdictKind  # noqa: E402
+
+pytestmark = pytest.mark.agent_env
+
+SAY = "#!/bin/bash\n{}\necho 1 > /logs/verifier/reward.txt\n"
+ID = "RUN cat /proc/sys/kernel/random/uuid > /app/id\n"
+"""Tells one build from another."""
+
+
+def said(server: Server, task: str, agent: str = "nop") -> str:
+    """What the verifier of a trial prints."""
+    result = server.run(task, agent)
+    assert result.verdict.kind is VerdictKind.GRADED, result.verdict
+    (output,) = (server.trials / result.trial_id).rglob("test-stdout.txt")
+    return output.read_text(errors="replace")
+
+
+def kept(server: Server) -> set[Path]:
+    return {path for path in (server.trials / ".images").iterdir() if path.name[0] != "."}
+
+
+def refused(server: Server, tasks: Path, dockerfile: str) -> TrialResult:
+    name = f"refused-{uuid.uuid4().hex[:8]}"
+    make_task(tasks, name, dockerfile=dockerfile)
+    result = server.run(name, "nop")
+    assert result.verdict.kind is VerdictKind.NO_VERDICT, result.verdict
+    return result
+
+
+FULL = """ARG TAG=12-slim
+FROM debian:${TAG} AS base
+ARG TARGETARCH GREETING=hello
+ENV WHO=world KEPT='$WHO'
+WORKDIR /app
+FROM base AS made
+RUN mkdir -p out/deep && printf 'from a stage' > out/deep/file && ln -s deep/file out/link \\
+    && chown 7:8 out/deep/file && mkfifo out/deep/pipe && ln out/deep/file out/hard
+FROM base
+ARG GREETING
+COPY --from=made app/out/ /app/copied/
+COPY --chown=33:44 --chmod=640 data.bin some\\ dir/*.txt /app/given/
+COPY <<EOF <<'RAW' /app/texts/
+$GREETING $WHO
+EOF
+$GREETING
+RAW
+ADD packed.tgz /app/unpacked
+COPY . /app/all/
+RUN <<EOT
+set -e
+rm /usr/bin/env
+rm -rf /usr/share/perl5 /etc/skel
+mkdir /etc/skel
+touch /etc/skel/only
+echo "$GREETING \\$WHO" > /app/run.txt
+EOT
+RUN <<EOT
+#!/usr/bin/python3
+open("/app/python.txt", "w").write("from python")
+EOT
+RUN sleep 987 & true
+RUN useradd --create-home someone && setfattr -n user.note -v kept /app/run.txt || true
+RUN cat /proc/sys/kernel/random/uuid > /app/id
+ONBUILD RUN exit 1
+USER someone
+"""
+
+LOOK = r"""
+cat /app/id
+cat /app/copied/deep/file; echo
+readlink /app/copied/link
+stat -c '%u:%g %A %h %F' /app/copied/deep/file /app/copied/deep/pipe
+(cd /app/given; stat -c '%u:%g %a %n' *)
+sha256sum < /app/all/data.bin
+cat /app/texts/EOF /app/texts/RAW /app/run.txt /app/python.txt; echo
+cat /app/unpacked/inner/packed.txt; echo
+ls -b /app/all
+ls -A /etc/skel
+for gone in /usr/bin/env /usr/share/perl5; do [ -e $gone ] && echo "$gone is there"; done
+pgrep -f 'sleep 98[7]' && echo "a process is there"
+echo "$WHO $KEPT $(id -un) $PWD"
+"""
+
+
+def fill_context(directory: Path) -> bytes:
+    """Files for `FULL`; the bytes of data.bin."""
+    data = bytes(range(256)) * 40
+    (directory / "data.bin").write_bytes(data)
+    (directory / "some dir").mkdir()
+    (directory / "some dir" / "a b.txt").write_text("x")
+    (directory / "odd é\t'$name [*]").write_text("x")
+    (directory / "ignored.log").write_text("x")
+    (directory / ".dockerignore").write_text("*.log\npacked.tgz\nDockerfile\n!packed.tgz\n")
+    with tarfile.open(directory / "packed.tgz", "w:gz") as archive:
+        inner = directory / "some dir" / "packed.txt"
+        inner.write_text("was packed")
+        archive.add(inner, "inner/packed.txt")
+        inner.unlink()
+    return data
+
+
+def test_a_dockerfile_is_followed_once_and_kept(server: Server, tasks: Path) -> None:
+    task = make_task(tasks, "full", dockerfile=FULL, test=SAY.format(LOOK))
+    data = fill_context(task / "environment")
+    first = said(server, "full")
+    lines = first.splitlines()
+    assert lines[1:3] == ["from a stage", "deep/file"]
+    assert lines[3] == "7:8 -rw-r--r-- 2 regular file" and lines[4].startswith("0:0 p")
+    assert lines[5:7] == ["33:44 640 a b.txt", "33:44 640 data.bin"]
+    assert lines[7].split()[0] == hashlib.sha256(data).hexdigest()
+    assert lines[8:12] == ["hello world", "$GREETING", "hello $WHO", "from python"]
+    assert lines[12] == "was packed"
+    assert lines[13:17] == ["data.bin", "odd\\ é\\t'$name\\ [*]", "packed.tgz", "some\\ dir"]
+    assert lines[17:] == ["only", "world $WHO someone /app"]
+    assert said(server, "full") == first, "the second trial has another image"
+
+
+def test_trials_at_once_build_once(server: Server, tasks: Path) -> None:
+    text = f"FROM debian\nWORKDIR /app\nRUN sleep 0.5\n{ID}"
+    make_task(tasks, "at-once", dockerfile=text, test=SAY.format("cat /app/id"))
+    before = kept(server)
+
+    async def both(client: AgentServerClient) -> list[TrialResult]:
+        request = TrialRequest(instance_id="at-once", agent_name="nop")
+        runs = [client.run(f"o-{uuid.uuid4().hex[:12]}", request, 120.0) for _ in range(3)]
+        return list(await asyncio.gather(*runs))
+
+    results = server.call(both)
+    outputs = [
+        path.read_text()
+        for result in results
+        for path in (server.trials / result.trial_id).rglob("test-stdout.txt")
+    ]
+    assert len(outputs) == 3 and len(set(outputs)) == 1
+    assert len(kept(server) - before) == 1
+
+
+def test_what_makes_no_files_is_not_kept(server: Server) -> None:
+    before = kept(server)
+    assert server.run("answer").reward == 1.0
+    assert kept(server) == before
+
+
+def test_links_of_an_image_lead_nowhere_on_the_host(
+    server: Server, tasks: Path, tmp_path: Path
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("of the host")
+    text = (
+        f"FROM debian\nRUN mkdir /d && ln -s {secret} /d/f && ln -s {tmp_path} /d/g && ln -s / /r\n"
+    )
+    look = f"readlink /d/f /d/g /r; cat {secret}; ls /d/g/"
+    make_task(tasks, "links", dockerfile=text, test=SAY.format(f"({look}) 2>&1"))
+    before = kept(server)
+    assert "of the host" not in said(server, "links")
+    (image,) = kept(server) - before
+    assert os.readlink(image / "root/d/f") == str(secret)
+    assert stat.S_ISLNK((image / "root/r").lstat().st_mode)
+
+
+@pytest.mark.parametrize(
+    ("dockerfile", "cause", "words"),
+    [
+        ("", Cause.TASK_INVALID, "Dockerfile line 1: there is no FROM"),
+        ("RUN true\n", Cause.TASK_INVALID, "Dockerfile line 1: RUN true"),
+        ("FROM debian\nRUM true\n", Cause.TASK_INVALID, "line 2"),
+        ("FROM debian\nCOPY nothing /x\n", Cause.TASK_INVALID, "line 2.*does not exist"),
+        ("FROM debian\nCOPY ../x /x\n", Cause.TASK_INVALID, "line 2.*leaves the build context"),
+        ("FROM debian\nRUN --mount=type=bind,target=/x ls\n", Cause.SANDBOX_UNSUPPORTED, "line 2"),
+        ("FROM debian\nRUN exit 3\n", Cause.SANDBOX_UNSUPPORTED, "line 2.*failed with 3"),
+        ("FROM alpine:3\n", Cause.SANDBOX_UNSUPPORTED, "line 1.*--images buildah.*apt-get install"),
+    ],
+)
+def test_what_cannot_be_followed(
+    server: Server, tasks: Path, dockerfile: str, cause: Cause, words: str
+) -> None:
+    before = kept(server)
+    verdict = refused(server, tasks, dockerfile).verdict
+    assert verdict.cause is cause, verdict
+    assert re.search(words, verdict.detail), verdict.detail
+    assert kept(server) == before
+
+
+def test_images_outlive_a_server_and_the_least_recently_used_goes_first(tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks"
+    for name in ("a", "b", "c"):
+        text = f"FROM debian\nWORKDIR /app\nRUN head -c 400000 /dev/urandom > /app/{name}\n{ID}"
+        make_task(tasks, name, dockerfile=text, test=SAY.format("cat /app/id"))
+    server = Server(tmp_path, tasks, "--images-cache-gb", "0.001")
+    try:
+        a, b = said(server, "a"), said(server, "b")
+        server.stop()
+        (server.trials / ".images/.new-left").mkdir()
+        server.start()
+        assert not (server.trials / ".images/.new-left").exists()
+        assert said(server, "a") == a
+        c = said(server, "c")
+        assert len(kept(server)) == 2
+        assert (said(server, "a"), said(server, "c")) == (a, c)
+        assert said(server, "b") != b
+        (tasks / "c/environment/more.txt").write_text("another context")
+        assert said(server, "c") != c
+    finally:
+        server.stop()
+
+
+def test_a_layer_is_copied_as_it_is(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    (source / "opaque").mkdir(parents=True)
+    os.setxattr(source / "opaque", layers.OPAQUE, b"y")
+    os.setxattr(source / "opaque", "user.overlay.origin", b"host")
+    os.mknod(source / "whiteout", stat.S_IFCHR, os.makedev(0, 0))
+    with open(source / "holes", "wb") as file:
+        file.seek(50 << 20)
+        file.write(b"end")
+    os.link(source / "holes", source / "opaque/again")
+    os.symlink("/etc/shadow", source / "link")
+    (source / "tool").write_text("x")
+    os.chown(source / "tool", 12, 34)
+    (source / "tool").chmod(0o4751)
+    os.utime(source / "tool", ns=(1, 2_000_000_001))
+    opened = os.open(source, os.O_RDONLY)
+    try:
+        layers.copy_layer(opened, target)
+    finally:
+        os.close(opened)
+    assert os.listxattr(target / "opaque") == [layers.OPAQUE]
+    assert (target / "whiteout").lstat().st_rdev == 0
+    assert (target / "holes").stat().st_ino == (target / "opaque/again").stat().st_ino
+    assert (target / "holes").stat().st_blocks < 1000
+    assert (target / "holes").read_bytes() == (source / "holes").read_bytes()
+    assert os.readlink(target / "link") == "/etc/shadow"
+    tool = (target / "tool").stat()
+    assert (tool.st_uid, tool.st_gid, tool.st_mode & 0o7777) == (12, 34, 0o4751)
+    assert tool.st_mtime_ns == 2_000_000_001
+
+
+def test_a_builder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    if shutil.which("podman"):
+        pytest.skip("podman is installed here")
+    command = [
+        sys.executable,
+        "-m",
+        "miles_core.agent_server.main",
+        "--images",
+        "podman",
+        "--port",
+        "0",
+    ]
+    done = subprocess.run(
+        [*command, "--tasks-dir", str(tmp_path), "--trials-dir", str(tmp_path / "trials")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode != 0
+    assert "--images podman" in done.stderr and "apt-get install podman" in done.stderr
+
+
+FOREIGN = """FROM scratch
+ADD root.tar /
+ENV WHO=image
+WORKDIR /app
+RUN echo 42 > /app/base.txt && cat /proc/sys/kernel/random/uuid > /app/id
+"""
+
+APPLETS = (
+    "sh cat ls mkdir chmod chown dirname basename tar sleep echo rm cp mv ln touch head tail id "
+    "grep sed sort find mktemp stat true false env test kill ps"
+)
+
+
+def static_busybox() -> bool:
+    path = shutil.which("busybox")
+    if path is None:
+        return False
+    return subprocess.run(["ldd", path], capture_output=True).returncode != 0
+
+
+def foreign_root(target: Path) -> None:
+    """A root file system with busybox and no C library, as a tar."""
+    busybox = shutil.which("busybox")
+    assert busybox is not None
+    made = target.parent / "root"
+    (made / "bin").mkdir(parents=True)
+    (made / "etc").mkdir()
+    shutil.copy(busybox, made / "bin/busybox")
+    for name in APPLETS.split():
+        (made / "bin" / name).symlink_to("busybox")
+    (made / "bin/bash").write_text('#!/bin/sh\nexec /bin/sh "$@"\n')
+    (made / "bin/bash").chmod(0o755)
+    (made / "etc/passwd").write_text("root:x:0:0:root:/root:/bin/sh\n")
+    with tarfile.open(target, "w") as archive:
+        archive.add(made, ".")
+    shutil.rmtree(made)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("buildah") is None, reason="buildah is not installed")
+@pytest.mark.skipif(not static_busybox(), reason="no static busybox (Debian: busybox-static)")
+def test_images_of_a_builder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A root without any C library: Harbor and mini-swe-agent work in it, and it is kept."""
+    storage = tmp_path / "storage.conf"
+    storage.write_text(
+        f'[storage]\ndriver = "vfs"\ngraphroot = "{tmp_path}/store"\nrunroot = "{tmp_path}/run"\n'
+    )
+    monkeypatch.setenv("CONTAINERS_STORAGE_CONF", str(storage))
+    tasks = tmp_path / "tasks"
+    task = make_task(
+        tasks,
+        "foreign",
+        dockerfile=FOREIGN,
+        test=SAY.format("cat /app/id; cat /app/answer.txt; echo $WHO; ls /lib /usr 2>&1"),
+    )
+    foreign_root(task / "environment/root.tar")
+    local = ["buildah", "build", "--isolation", "chroot", "-t", "localhost/made:1"]
+    subprocess.run([*local, str(task / "environment")], check=True, capture_output=True)
+    make_task(tasks, "local", dockerfile="FROM localhost/made:1\n", test=SAY.format("ls /app"))
+    make_task(tasks, "broken", dockerfile="FROM localhost/made:1\nRUN exit 3\n")
+    make_task(tasks, "bare", dockerfile="FROM localhost/made:1\nRUN rm /bin/bash\n")
+    make_task(
+        tasks,
+        "fallback",
+        dockerfile="FROM debian\nRUN --mount=type=bind,source=.,target=/x exit 0\n",
+    )
+    server = Server(tmp_path, tasks, "--images", "buildah")
+    try:
+        first = said(server, "foreign", "oracle")
+        assert first.splitlines()[1:3] == ["42", "image"] and "libc" not in first
+        assert said(server, "foreign", "oracle") == first
+        assert said(server, "local").split() == ["base.txt", "id"]
+        states = [json.loads((image / "image.json").read_text()) for image in kept(server)]
+        assert [(one["whole"], one["state"]["env"]["WHO"]) for one in states] == [
+            (True, "image")
+        ] * 2
+        model = ScriptedModel([bash("cat base.txt > answer.txt; echo $WHO"), bash(DONE)])
+        try:
+            result = server.run("foreign", "mini-swe-agent", base_url=model.url)
+        finally:
+            model.close()
+        assert result.reward == 1.0 and result.agent_metrics.turns == 2, result.verdict
+        broken, bare = server.run("broken", "nop").verdict, server.run("bare", "nop").verdict
+        assert broken.cause is Cause.SANDBOX_FAILED and "RUN exit 3" in broken.detail
+        assert bare.cause is Cause.SANDBOX_UNSUPPORTED and "no bash" in bare.detail
+        assert "buildah" in server.run("fallback", "nop").verdict.detail
+        left = subprocess.run(["buildah", "containers", "-q"], capture_output=True, text=True)
+        names = subprocess.run(["buildah", "images"], capture_output=True, text=True).stdout
+        assert left.stdout == "" and "miles-agent" not in names and "localhost/made" in names
+    finally:
+        server.stop()
