@@ -45,7 +45,7 @@ _TIMES = {
     "total": "total_time",
 }
 
-LOOK = "see its trials (--trials-dir keeps them)"
+LOOK = "`miles tasks check --trials-dir DIR` keeps what its trials said"
 FIX_ORACLE = f"correct solution/ or tests/; {LOOK}"
 FIX_NOP_FULL = "let the tests check what the instruction asks for"
 FIX_NOP_NONE = "let the verifier write a reward in every case, 0 when nothing was done"

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 _EVERY_S = 2.0
 """Seconds between two events of progress."""
 
+_SHOWN = 10
+
 
 def gate(config: MilesConfig, names: set[str], sandbox: str) -> Gate:
     """The gate of a configuration, for the tasks of its rows in one kind of sandbox."""
@@ -36,7 +38,8 @@ def admit_tasks(
 ) -> list[str]:
     """Check the tasks of a run on its agent server (URL, token, kind of sandbox).
 
-    Returns warnings; raises TasksRefused, or what `interrupted` raises.
+    Returns those that are let through although nothing proves them; an alarm tells of them.
+    Raises TasksRefused, or what `interrupted` raises.
     """
     url, token, sandbox = server
     asked = gate(config, names, sandbox)
@@ -56,4 +59,9 @@ def admit_tasks(
             journal.append("tasks_checked", **progress.event())
 
         asyncio.run(check())
-    return asked.warnings
+        if asked.unproven:
+            shown = ", ".join(asked.unproven[:_SHOWN])
+            more = f" and {len(asked.unproven) - _SHOWN} more" if asked.unproven[_SHOWN:] else ""
+            detail = f"nothing shows that full reward can be reached: no solution in {shown}{more}"
+            journal.append("alarm", kind="tasks_unproven", detail=detail)
+    return asked.unproven

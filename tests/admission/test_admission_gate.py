@@ -94,8 +94,7 @@ def test_without_a_solution_a_task_is_let_through_with_a_warning_unless_proof_is
 ) -> None:
     gate = make_gate(tasks, tmp_path, "run", "no-solution")
     ask(gate, server)
-    assert "no-solution is unproven" in gate.warnings[0]
-    assert "solution/solve.sh" in gate.warnings[0]
+    assert gate.unproven == ["no-solution"]
     with pytest.raises(TasksRefused, match="unproven"):
         make_gate(tasks, tmp_path, "require", "no-solution").check_cache()
 
@@ -121,10 +120,14 @@ def test_a_run_journals_the_progress_and_ends_when_it_is_cancelled(
     config = config_of(tasks, small_config, tmp_path)
     run = RunDir.create(tmp_path / "runs" / "one", config, {})
     known = (*server, "bubblewrap")
-    assert admit_tasks(run, config, {"good", "other"}, known, lambda: None) == []
+    names = {"good", "no-solution"}
+    assert admit_tasks(run, config, names, known, lambda: None) == ["no-solution"]
     events = [e for e in read(run.journal) if e["event"] == "tasks_checked"]
     assert [e["done"] for e in events] == [0, 1, 2]
-    assert events[-1]["refused"] == 0
+    (alarm,) = [e for e in read(run.journal) if e["event"] == "alarm"]
+    assert alarm["kind"] == "tasks_unproven"
+    assert alarm["detail"].endswith("no solution in no-solution")
+    assert events[-1]["refused"] == 1
 
     def cancel() -> None:
         raise UserError("cancelled")

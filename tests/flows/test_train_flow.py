@@ -47,7 +47,7 @@ class Person:
     def trains(self) -> "subprocess.Popen[str]":
         return self.types(
             *("train", "--preset", "quickstart", "--runs-dir", str(self.runs)),
-            *("--agent-config", "none"),
+            *("--agent-config", "none", "--task-check", "off"),
         )
 
     def left(self) -> list[procs.Process]:
