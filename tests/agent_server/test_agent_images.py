@@ -262,8 +262,6 @@ def test_a_layer_is_copied_as_it_is(tmp_path: Path) -> None:
 
 
 def test_a_builder_that_is_not_there_is_named(tmp_path: Path) -> None:
-    if shutil.which("podman"):
-        pytest.skip("podman is installed here")
     command = [
         sys.executable,
         "-m",
@@ -273,8 +271,12 @@ def test_a_builder_that_is_not_there_is_named(tmp_path: Path) -> None:
         "--port",
         "0",
     ]
+    programs = [Path(shutil.which(name) or "") for name in ("bwrap", "unshare", "mount", "sh")]
+    for path in programs:
+        (tmp_path / path.name).symlink_to(path)
     done = subprocess.run(
         [*command, "--tasks-dir", str(tmp_path), "--trials-dir", str(tmp_path / "trials")],
+        env={**os.environ, "PATH": str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=60,
@@ -322,10 +324,12 @@ def foreign_root(target: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("buildah") is None, reason="buildah is not installed")
+@pytest.mark.parametrize("program", ["buildah", "podman"])
 @pytest.mark.skipif(not static_busybox(), reason="no static busybox (Debian: busybox-static)")
-def test_images_of_a_builder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_of_a_builder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
     """A root without any C library: Harbor and mini-swe-agent work in it, and it is kept."""
+    if shutil.which(program) is None:
+        pytest.skip(f"{program} is not installed")
     storage = tmp_path / "storage.conf"
     storage.write_text(
         f'[storage]\ndriver = "vfs"\ngraphroot = "{tmp_path}/store"\nrunroot = "{tmp_path}/run"\n'
@@ -339,7 +343,7 @@ def test_images_of_a_builder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         test=SAY.format("cat /app/id; cat /app/answer.txt; echo $WHO; ls /lib /usr 2>&1"),
     )
     foreign_root(task / "environment/root.tar")
-    local = ["buildah", "build", "--isolation", "chroot", "-t", "localhost/made:1"]
+    local = [program, "build", "--isolation", "chroot", "-t", "localhost/made:1"]
     subprocess.run([*local, str(task / "environment")], check=True, capture_output=True)
     make_task(tasks, "local", dockerfile="FROM localhost/made:1\n", test=SAY.format("ls /app"))
     make_task(tasks, "broken", dockerfile="FROM localhost/made:1\nRUN exit 3\n")
@@ -349,7 +353,7 @@ def test_images_of_a_builder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         "fallback",
         dockerfile="FROM debian\nRUN --mount=type=bind,source=.,target=/x exit 0\n",
     )
-    server = Server(tmp_path, tasks, "--images", "buildah")
+    server = Server(tmp_path, tasks, "--images", program)
     try:
         first = said(server, "foreign", "oracle")
         assert first.splitlines()[1:3] == ["42", "image"] and "libc" not in first
@@ -368,9 +372,10 @@ def test_images_of_a_builder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         broken, bare = server.run("broken", "nop").verdict, server.run("bare", "nop").verdict
         assert broken.cause is Cause.SANDBOX_FAILED and "RUN exit 3" in broken.detail
         assert bare.cause is Cause.SANDBOX_UNSUPPORTED and "no bash" in bare.detail
-        assert "buildah" in server.run("fallback", "nop").verdict.detail
-        left = subprocess.run(["buildah", "containers", "-q"], capture_output=True, text=True)
-        names = subprocess.run(["buildah", "images"], capture_output=True, text=True).stdout
+        assert f"{program} build failed" in server.run("fallback", "nop").verdict.detail
+        listing = [program, *(["containers"] if program == "buildah" else ["ps", "-a"]), "-q"]
+        left = subprocess.run(listing, capture_output=True, text=True)
+        names = subprocess.run([program, "images"], capture_output=True, text=True).stdout
         assert left.stdout == "" and "miles-agent" not in names and "localhost/made" in names
     finally:
         server.stop()
