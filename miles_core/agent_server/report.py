@@ -78,9 +78,11 @@ def read_ctrf(directory: Path) -> dict[str, Any] | None:
 def _summary(content: Any) -> dict[str, Any]:
     """Counts and names; raises TypeError or KeyError for what is no test report."""
     results = content["results"]
-    tests = results.get("tests") or []
-    if not isinstance(results, dict) or not isinstance(tests, list):
+    if not isinstance(results, dict):
         raise TypeError("results")
+    tests = results.get("tests") or []
+    if not isinstance(tests, list):
+        raise TypeError("tests")
     tests = [test for test in tests if isinstance(test, dict)]
     counts = Counter(_status(test) for test in tests) or _counts(results.get("summary"))
     tool = results.get("tool")
