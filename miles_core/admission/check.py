@@ -22,6 +22,7 @@ from miles_core.agent_server.protocol import (
     TrialResult,
     valid_id,
 )
+from miles_core.verdicts import Cause
 
 FORGES = ("files", "links")
 """The ways in which the reward is forged, one trial each."""
@@ -92,6 +93,7 @@ class Checker:
         self._on_progress = on_progress
         self._interrupted = interrupted
         self._limit_s = 0.0
+        self._agent_limit_s = 0.0
 
     async def check(self, names: Iterable[str], recheck: bool = False) -> list[TaskReport]:
         """The reports of tasks in the order of their names; `recheck` looks into no cache."""
@@ -104,7 +106,9 @@ class Checker:
         self._on_progress(progress)
         missing = [name for name in names if name not in reports]
         if missing:
-            self._limit_s = (await self._client.health()).trial_timeout_s + TRIAL_MARGIN_S
+            health = await self._client.health()
+            self._agent_limit_s = health.agent_timeout_s
+            self._limit_s = health.trial_timeout_s + TRIAL_MARGIN_S
             for report in await self._check_all(missing, progress):
                 reports[report.task] = report
         return [reports[name] for name in names]
@@ -145,7 +149,18 @@ class Checker:
             if task_dir is not None and task_digest(task_dir) != digest:
                 report.notes.append("the task was changed while it was checked; it is not cached")
                 digest = None
+            if self._cut_short(report):
+                limit = f"the agent server's own limit of {self._agent_limit_s:g} s"
+                report.notes.append(f"{limit} ended the solution (--agent-timeout); not cached")
+                digest = None
             return report.model_copy(update={"digest": digest})
+
+    def _cut_short(self, report: TaskReport) -> bool:
+        """Whether the time limit of this server, not the task's own, ended the solution."""
+        oracle = report.oracle
+        if oracle is None or oracle.cause != Cause.AGENT_TIMEOUT:
+            return False
+        return oracle.seconds.get("agent", 0.0) >= self._agent_limit_s
 
     async def _gather(self, name: str, task_dir: Path | None) -> Evidence:
         """Run what tells something of a task; the first trial may tell that nothing else would."""

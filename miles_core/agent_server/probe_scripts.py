@@ -9,7 +9,7 @@ _PRUNE = (
     " -prune"
 )
 
-LOOK = f"""for place in /tests /solution /oracle; do
+LOOK = f"""for place in /tests /solution; do
   [ -n "$(ls -A "$place" 2>/dev/null)" ] && echo "readable $place"
 done
 limit=

@@ -16,7 +16,7 @@ LINE_LENGTH = 8
 
 NEEDLE_LENGTH = 200
 SOLUTION_LENGTH = 20
-TESTS_LENGTH = 80
+TESTS_LENGTH = 40
 """Characters in telling lines below which a file might be like many others."""
 
 GIT_SHARE = 0.5

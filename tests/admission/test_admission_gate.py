@@ -190,6 +190,21 @@ def test_ctrl_c_keeps_what_was_found_and_leaves_nothing_running(tmp_path: Path) 
     assert procs.wait_gone(procs.marked("TEST_MARK_OF_TASKS", mark), 20.0)
 
 
+def test_a_limit_of_the_server_is_not_held_against_a_task_for_good(tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks"
+    make_task(tasks, "long", solve="#!/bin/bash\nsleep 1000\n", agent_s=600.0)
+    make_task(tasks, "hangs", solve="#!/bin/bash\nsleep 999\n", agent_s=1.0)
+    cache = tmp_path / "checks.json"
+    command = [str(MILES), "tasks", "check", str(tasks), "--cache", str(cache)]
+    done = subprocess.run(
+        [*command, "--agent-timeout", "2"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1, done.stderr
+    assert "note: the agent server's own limit of 2 s ended the solution" in done.stdout
+    (kept,) = json.loads(cache.read_text())["reports"].values()
+    assert kept["task"] == "hangs"
+
+
 def test_a_server_that_cannot_start_says_why(tasks: Path) -> None:
     server = OwnAgentServer(tasks, max_concurrent=1, sandbox="bubblewarp")
     with pytest.raises(UserError) as told, server.serve():
