@@ -13,10 +13,10 @@ import pytest
 
 pytest.importorskip("harbor")
 from agent_scripted_model import DONE, ScriptedModel, bash, text  # noqa: E402
-from agent_server_helpers import TOML, Server, make_task  # noqa: E402
+from agent_server_helpers import CHECK, TOML, Server, make_task  # noqa: E402
 
 from miles_core.agent_server.sandbox import processes  # noqa: E402
-from miles_core.verdicts import Cause  # noqa: E402
+from miles_core.verdicts import Cause, VerdictKind  # noqa: E402
 
 pytestmark = pytest.mark.agent_env
 
@@ -96,6 +96,28 @@ def test_a_server_that_an_agent_leaves_is_its_work(server: Server, tasks: Path, 
     assert (result.reward, result.verdict.cause) == (1.0, None), result.verdict
 
 
+def test_a_fork_bomb_does_not_keep_the_verifier_from_its_work(server: Server) -> None:
+    """The agent is at its end when it cannot start a process; it is graded for what it did."""
+    model = ScriptedModel([typed("bomb() { bomb | bomb & }; bomb"), typed("ls")])
+    try:
+        result = server.run("answer", "terminus-2", base_url=model.url)
+    finally:
+        model.close()
+    assert result.verdict.kind is VerdictKind.GRADED and result.reward == 0.0, result.verdict
+
+
+def test_a_crowd_that_an_agent_leaves_is_no_work(server: Server, tasks: Path) -> None:
+    make_task(tasks, "crowd", test=CHECK + "ps -eo args\n")
+    many = "for i in $(seq 300); do setsid sleep 77 >/dev/null 2>&1 </dev/null & done"
+    model = ScriptedModel([bash(f"{many}; echo 42 > /app/answer.txt"), bash(DONE)])
+    try:
+        result = server.run("crowd", "mini-swe-agent", base_url=model.url)
+    finally:
+        model.close()
+    assert result.reward == 1.0, result.verdict
+    assert "ps -eo args" in last_output(server) and "sleep 77" not in last_output(server)
+
+
 def test_only_what_is_in_the_namespace_and_not_spared_is_ended(tmp_path: Path) -> None:
     """A first process with children of its own, in a pid namespace made for it."""
     ready = tmp_path / "ready"
@@ -111,9 +133,10 @@ def test_only_what_is_in_the_namespace_and_not_spared_is_ended(tmp_path: Path) -
         init = processes.descendants(holder.pid)[0]
         before = processes.members(init)
         assert len(before) == 4, before
-        spared = frozenset([min(before)])
-        processes.end_members(init, spared)
-        assert processes.members(init) == spared
+        shell = next(m for m in before if "302" in Path(f"/proc/{m[0]}/cmdline").read_text())
+        processes.end_members(init, frozenset([shell]))
+        left = {pid for pid, _ in processes.members(init)}
+        assert left == {shell[0], *processes.descendants(shell[0])} and len(left) == 3
         assert outside.poll() is None and Path(f"/proc/{init}").exists()
     finally:
         for process in (holder, outside):

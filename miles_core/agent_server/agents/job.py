@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from miles_core.agent_server.protocol import TrialRequest
+from miles_core.agent_server.sandbox.processes import Member
 from miles_core.verdicts import Cause
 
 
@@ -33,9 +34,9 @@ class AgentJob:
     cause: Cause | None = None
     failure: AgentFailed | None = None
     events: list[dict[str, Any]] = field(default_factory=list)
-    own: frozenset[tuple[int, str]] = frozenset()
+    own: frozenset[Member] = frozenset()
     """Processes in the sandbox that the agent's set-up started."""
-    before: frozenset[tuple[int, str]] = frozenset()
+    before: frozenset[Member] = frozenset()
     """Processes in the sandbox that were there before the agent, and are none of its own."""
 
     def answered(self, usage: Mapping[str, Any] | None, tool_calls: int = 0) -> None:

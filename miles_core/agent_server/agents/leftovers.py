@@ -2,7 +2,7 @@
 
 A process in the background that an agent leaves when it ends is a part of its work: a task may
 ask for a server. When the agent was ended, because its time was up or by a failure, nothing of it
-lives on beside the verifier.
+lives on beside the verifier; nor does a crowd that would leave the verifier no process to start.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ from miles_core.agent_server.agents.job import AgentJob
 from miles_core.agent_server.agents.outcome import was_ended
 from miles_core.agent_server.protocol import Phase
 from miles_core.agent_server.sandbox import processes
-from miles_core.agent_server.sandbox.environment import BubblewrapEnvironment, SandboxHost
+from miles_core.agent_server.sandbox.environment import (
+    PIDS,
+    BubblewrapEnvironment,
+    SandboxHost,
+)
+
+CROWD = PIDS // 2
+"""More processes than this are no work that an agent was asked for."""
 
 
 async def enter(phase: Phase, job: AgentJob, host: SandboxHost, harbor: HarborResult) -> None:
@@ -24,14 +31,15 @@ async def enter(phase: Phase, job: AgentJob, host: SandboxHost, harbor: HarborRe
     if phase is Phase.AGENT:
         found = [await running(environment) for environment in host.environments]
         job.before = frozenset().union(*found) - job.own
-    elif phase is Phase.VERIFIER and was_ended(job, harbor):
+    elif phase is Phase.VERIFIER:
+        ended = was_ended(job, harbor)
         for environment in host.environments:
             pid = _first(environment)
-            if pid is not None:
+            if pid is not None and (ended or len(await running(environment)) > CROWD):
                 await asyncio.to_thread(processes.end_members, pid, job.before)
 
 
-async def running(environment: BaseEnvironment) -> frozenset[tuple[int, str]]:
+async def running(environment: BaseEnvironment) -> frozenset[processes.Member]:
     """The processes of an environment; none where they are not processes of this host."""
     pid = _first(environment)
     return frozenset() if pid is None else await asyncio.to_thread(processes.members, pid)

@@ -45,7 +45,7 @@ def was_ended(job: AgentJob, harbor: HarborResult) -> bool:
     """Whether the agent, or the one of the step that runs, was ended and did not end by itself."""
     steps = harbor.step_results or []
     failure = steps[-1].exception_info if steps else harbor.exception_info
-    return failure is not None or job.cause is Cause.AGENT_TIMEOUT
+    return failure is not None or job.cause in (Cause.AGENT_TIMEOUT, Cause.AGENT_CRASHED)
 
 
 def settle(job: AgentJob, harbor: HarborResult, trial_dir: Path) -> None:

@@ -5,6 +5,7 @@ Each model answer and the end are one JSON line on standard output.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import logging
@@ -23,6 +24,8 @@ MODULES = (
     "encodings.idna",  # http.client takes it at its first request
 )
 EXIT_ENDPOINT = 3
+EXHAUSTED = frozenset({errno.EAGAIN, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Errors of an agent whose commands have used up the processes, memory or disk of the sandbox."""
 
 
 def report(event: dict[str, Any]) -> None:
@@ -56,6 +59,11 @@ def run(job: dict[str, Any]) -> int:
     except ModelEndpointError as error:
         report({"event": "end", "cause": error.cause, "detail": str(error)})
         return EXIT_ENDPOINT
+    except OSError as error:
+        traceback.print_exc()
+        code = 0 if error.errno in EXHAUSTED else 1
+        report({"event": "end", "cause": "agent_crashed", "detail": repr(error)[:400]})
+        return code
     except Exception as error:
         traceback.print_exc()
         report({"event": "end", "cause": "agent_crashed", "detail": repr(error)[:400]})

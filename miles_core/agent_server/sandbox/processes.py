@@ -75,20 +75,38 @@ def end_tree(root: int) -> None:
         os.killpg(root, signal.SIGKILL)
 
 
-def members(init: int) -> frozenset[tuple[int, str]]:
+Member = tuple[int, str]
+"""A process: its pid on this host and its start time, which no later process shares."""
+
+
+def members(init: int) -> frozenset[Member]:
     """The processes of the pid namespace whose first one is `init`, without it and its helpers.
 
-    Each is (pid on this host, start time), which no later process shares. Zombies are left out,
-    and what has the session of `init`: only its own children do, for no process can join one.
+    Left out are zombies, and what has the session of `init`: only its own children do, for no
+    process can join one.
     """
-    space, session = _namespace(init), _session(init)
-    found = set()
+    return frozenset(found for found, (state, _) in _listed(init).items() if state != "Z")
+
+
+def _listed(init: int) -> dict[Member, tuple[str, int]]:
+    """The same with their states and parents, and with zombies."""
+    space, session = _namespace(init), _stat(init)[3]
+    found = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit() and space and _namespace(int(entry)) == space:
-            state, _, _, own, *rest = _stat(int(entry))
-            if own != session and state != "Z":
-                found.add((int(entry), rest[15]))
-    return frozenset(found)
+            state, parent, _, own, *rest = _stat(int(entry))
+            if own != session:
+                found[int(entry), rest[15]] = state, int(parent)
+    return found
+
+
+def _others(init: int, spared: frozenset[Member]) -> dict[int, str]:
+    """The states of the members that are not spared and descend from none that is, by pid."""
+    listed = _listed(init)
+    kept = {pid for pid, _ in spared & set(listed)}
+    while more := {pid for (pid, _), (_, parent) in listed.items() if parent in kept} - kept:
+        kept |= more
+    return {pid: state for (pid, _), (state, _) in listed.items() if pid not in kept}
 
 
 def _stat(pid: int) -> list[str]:
@@ -99,10 +117,6 @@ def _stat(pid: int) -> list[str]:
         return ["Z"] + ["0"] * 30
 
 
-def _session(pid: int) -> str:
-    return _stat(pid)[3]
-
-
 def _namespace(pid: int) -> str:
     """The pid namespace of a process; empty when it is gone or not ours to see."""
     try:
@@ -111,18 +125,22 @@ def _namespace(pid: int) -> str:
         return ""
 
 
-def end_members(init: int, spared: frozenset[tuple[int, str]]) -> None:
-    """SIGKILL all members of the namespace of `init` but those `spared`, and wait for their end.
+def end_members(init: int, spared: frozenset[Member]) -> None:
+    """SIGKILL the members of the namespace of `init`, and wait for their end.
 
-    Blocks for at most `END_LIMIT_S` seconds; raises SandboxError when some are still there, for
-    nothing that they could touch can be trusted then.
+    Those that are `spared`, and what descends from them, live on. Blocks for at most `END_LIMIT_S`
+    seconds; raises SandboxError when some are still there, for nothing that they could touch can
+    be trusted then. Zombies are waited for as well: they count against the limit of processes.
     """
     space = _namespace(init)
     limit = time.monotonic() + END_LIMIT_S
-    while alive := members(init) - spared:
+    while left := _others(init, spared):
+        alive = [pid for pid, state in left.items() if state != "Z"]
         if time.monotonic() > limit:
+            if not alive:
+                return
             raise SandboxError(f"{len(alive)} processes of the agent could not be ended")
-        for pid, _ in alive:
+        for pid in alive:
             with contextlib.suppress(ProcessLookupError):
                 handle = os.pidfd_open(pid)
                 try:
