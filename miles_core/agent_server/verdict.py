@@ -72,14 +72,14 @@ def decide(ended: Ended) -> Verdict:
         return Verdict.no_verdict(job.failure.cause, str(job.failure)[:500])
     failures = _exceptions(harbor, ended.phase)
     timed_out = any(failure.exception_type == TIMEOUT for failure, _ in failures)
-    for failure, phase in failures:
-        if not ended_early(failure):
-            fault = _cause(failure, phase)
-            missing = fault is Cause.REWARD_MISSING
-            return Verdict.no_verdict(fault, _no_reward(ended) if missing else _detail(failure))
+    fatal = [pair for pair in failures if not ended_early(pair[0])]
+    if fatal and fatal[0][1] is not Phase.VERIFIER:
+        return _failed(ended, *fatal[0])
     if job.turns == 0 and job.request.agent_name not in HOST_AGENTS:
         detail = job.exit_status or ("the agent ran out of time" if timed_out else "")
         return Verdict.no_verdict(Cause.NO_MODEL_CALL, f"no model call was answered; {detail}")
+    if fatal:
+        return _failed(ended, *fatal[0])
     rewards = _rewards(harbor)
     if rewards is None:
         return _ungraded(ended)
@@ -95,6 +95,13 @@ def decide(ended: Ended) -> Verdict:
     if cause is None and failures:
         cause = Cause.AGENT_CRASHED
     return Verdict.graded(reward, report_of(rewards, harbor, ended.trial_dir), cause)
+
+
+def _failed(ended: Ended, failure: ExceptionInfo, phase: Phase) -> Verdict:
+    """The verdict of a trial that an exception ended."""
+    cause = _cause(failure, phase)
+    missing = cause is Cause.REWARD_MISSING
+    return Verdict.no_verdict(cause, _no_reward(ended) if missing else _detail(failure))
 
 
 def choose_reward(rewards: dict[str, Any]) -> float | None:

@@ -124,10 +124,15 @@ CONFIG = {
     "bom-toml": Odd(
         INVALID, "TOML has no byte order mark", {"task.toml": b"\xef\xbb\xbf" + toml().encode()}
     ),
-    "broken-toml": Odd(INVALID, "TOML that does not parse", {"task.toml": "[environment\n"}),
+    "broken-toml": Odd(
+        INVALID, "TOML that does not parse", {"task.toml": "[environment\n"}, quick=True
+    ),
     "latin-toml": Odd(INVALID, "not UTF-8", {"task.toml": b'[metadata]\na = "J\xf6rg"\n'}),
     "wrong-memory": Odd(
-        INVALID, 'memory = "lots"', {"task.toml": OLD + '[environment]\nmemory = "lots"\n'}
+        INVALID,
+        'memory = "lots"',
+        {"task.toml": OLD + '[environment]\nmemory = "lots"\n'},
+        quick=True,
     ),
     "no-agent-time": limit("agent", "timeout_sec", "0"),
     "nan-agent-time": limit("agent", "timeout_sec", "nan"),
@@ -150,7 +155,7 @@ CONFIG = {
         "a workdir of Windows is a folder with an odd name",
         {"task.toml": toml().replace('"/app"', '"C:\\\\app"')},
     ),
-    "gpu": Odd(UNSUPPORTED, "gpus = 1", {"task.toml": toml("gpus = 1\n")}),
+    "gpu": Odd(UNSUPPORTED, "gpus = 1", {"task.toml": toml("gpus = 1\n")}, quick=True),
     "workdir-missing": Odd(
         SOLVED,
         "a workdir that the image lacks is made",
@@ -233,7 +238,6 @@ IMAGES = {
         UNSUPPORTED,
         "RUN apt-get install",
         image(DOCKERFILE + "RUN apt-get update && \\\n  apt-get install -y cowsay\n"),
-        quick=True,
     ),
     "pip-image": Odd(
         UNSUPPORTED, "RUN pip install", image("FROM python\nRUN pip install cowsay==6.1\n")
@@ -243,7 +247,9 @@ IMAGES = {
         "RUN pip install || true looks for a name",
         image("FROM python\nRUN pip install cowsay >/dev/null 2>&1 || true\nWORKDIR /app\n"),
     ),
-    "other-image": Odd(UNSUPPORTED, "an image that is nowhere", image("FROM nowhere.test/a/b:1\n")),
+    "other-image": Odd(
+        UNSUPPORTED, "an image that is nowhere", image("FROM nowhere.test/a/b:1\n"), quick=True
+    ),
     "no-from": Odd(INVALID, "a Dockerfile without FROM", image("RUN true\n"), quick=True),
     "empty-dockerfile": Odd(INVALID, "an empty Dockerfile", image("")),
     "crlf-dockerfile": Odd(

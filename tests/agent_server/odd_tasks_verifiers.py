@@ -77,7 +77,7 @@ def steps(
 
 TESTS = {
     "empty-tests": Odd(NO_REWARD, "an empty test.sh writes nothing", tests("")),
-    "no-tests": Odd(both(Cause.TASK_INVALID), "no test.sh", {"tests/test.sh": None}),
+    "no-tests": Odd(both(Cause.TASK_INVALID), "no test.sh", {"tests/test.sh": None}, quick=True),
     "crlf-tests": Odd(
         NO_REWARD, "no shell can start it", tests(CHECK.replace("\n", "\r\n")), quick=True
     ),
@@ -126,7 +126,10 @@ NETWORK = {
     "net-apt": Odd(UNSUPPORTED, "apt-get", networked("apt-get update"), quick=True),
     "net-uvx": Odd(UNSUPPORTED, "uvx", networked("uvx -w pytest==8.4.1 pytest /tests")),
     "net-curl": Odd(
-        UNSUPPORTED, "curl", networked("curl -LsSf https://astral.sh/uv/0.9.7/install.sh | sh")
+        UNSUPPORTED,
+        "curl",
+        networked("curl -LsSf https://astral.sh/uv/0.9.7/install.sh | sh"),
+        quick=True,
     ),
     "net-git": Odd(
         UNSUPPORTED, "git clone", networked("git clone https://git.example.org/a/b /tmp/b")

@@ -143,59 +143,10 @@ def test_reward_written_by_the_agent_does_not_survive(server: Server, tasks: Pat
     assert result.verdict.cause is Cause.REWARD_MISSING, result.verdict
 
 
-ODD = {
-    "old-schema": (
-        {"toml": 'version = "1.0"\n[environment]\nmemory = "2G"\nstorage = "1G"\n'},
-        None,
-    ),
-    "old-public-tests": (
-        {
-            "toml": 'version = "1.0"\n',
-            "test": "#!/bin/bash\napt-get update\ncurl -LsSf https://astral.sh/uv/install.sh | sh\n"
-            "echo 0 > /logs/verifier/reward.txt\n",
-        },
-        Cause.SANDBOX_UNSUPPORTED,
-    ),
-    "apt": (
-        {"dockerfile": "FROM ubuntu\n# tools\nRUN apt-get update && \\\n  apt-get -y install jq"},
-        Cause.SANDBOX_UNSUPPORTED,
-    ),
-    "image": ({"dockerfile": "FROM ghcr.io/acme/thing:1\n"}, Cause.SANDBOX_UNSUPPORTED),
-    "gpu": (
-        {"toml": 'schema_version = "1.4"\n[environment]\ngpus = 1\n'},
-        Cause.SANDBOX_UNSUPPORTED,
-    ),
-    "no-solution": ({"solve": None}, Cause.TASK_INVALID),
-    "broken-toml": ({"toml": "[environment\n"}, Cause.TASK_INVALID),
-    "wrong-value": ({"toml": '[environment]\nmemory = "lots"\n'}, Cause.TASK_INVALID),
-}
-
-
-@pytest.mark.parametrize("kind", sorted(ODD))
-def test_odd_tasks_end_in_a_grade_or_a_cause(server: Server, tasks: Path, kind: str) -> None:
-    fields, cause = ODD[kind]
-    make_task(tasks, f"odd-{kind}", **fields)
-    result = server.run(f"odd-{kind}", "oracle")
-    if cause is None:
-        assert result.reward == 1.0, result.verdict
-    else:
-        assert result.verdict.cause is cause and result.reward is None, result.verdict
-        assert "Traceback" not in result.verdict.detail
-
-
 def test_run_that_fails_names_its_line(server: Server, tasks: Path) -> None:
     make_task(tasks, "run-fails", dockerfile="FROM debian:12\n\nRUN true && \\\n  false\n")
     detail = server.run("run-fails", "oracle").verdict.detail
     assert "line 3" in detail and "RUN true" in detail
-
-
-def test_missing_tests_and_compose(server: Server, tasks: Path) -> None:
-    bare = make_task(tasks, "no-tests")
-    (bare / "tests" / "test.sh").unlink()
-    compose = make_task(tasks, "compose")
-    (compose / "environment" / "docker-compose.yaml").write_text("services: {main: {}}\n")
-    assert server.run("no-tests").verdict.cause is Cause.TASK_INVALID
-    assert server.run("compose").verdict.cause is Cause.SANDBOX_UNSUPPORTED
 
 
 @pytest.mark.parametrize("name", ["../answer", "..", "/etc", "absent", ".hidden", "a/b", "%2e%2e"])
