@@ -87,9 +87,11 @@ async def drive(server: Server, kinds: list[str]) -> dict[str, TrialResult]:
     return results
 
 
-def test_every_trial_ends_in_one_true_verdict(tmp_path: Path) -> None:
+def test_every_trial_ends_in_one_true_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_tasks(tmp_path / "tasks")
-    os.environ["PYTHONPATH"] = str(Path(__file__).parent)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     server = Server(
         tmp_path,
         tmp_path / "tasks",
@@ -100,7 +102,6 @@ def test_every_trial_ends_in_one_true_verdict(tmp_path: Path) -> None:
     finally:
         pid = server.pid
         server.stop()
-        del os.environ["PYTHONPATH"]
     assert len(results) == TRIALS
     restarted = 0
     for name, result in results.items():
