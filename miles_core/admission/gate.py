@@ -19,8 +19,8 @@ Mode = Literal["run", "require", "off"]
 _SHOWN = 10
 
 AGAIN = (
-    "The sandbox or the agent server failed, which says nothing of the tasks: try again. The "
-    "agent server's log is RUN/cluster/agent_server.log."
+    "The sandbox or the agent server failed twice: try again, or see the agent server's log, "
+    "RUN/cluster/agent_server.log. To train on any task: --task-check off."
 )
 WAYS = (
     "Correct these tasks or leave their rows out, and start a new run (--new, or another "

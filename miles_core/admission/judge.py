@@ -59,6 +59,7 @@ FIX_PARSE = "correct the task's files"
 FIX_SANDBOX = "check it in another sandbox (--sandbox docker), or leave its rows out"
 FIX_SOLUTION = "add solution/solve.sh, so that a check can show that full reward can be reached"
 FIX_WORLD = "try again; when it stays, see the agent server's log"
+FIX_START = "try again; when it stays, correct what the task's environment lacks"
 
 _WORDS = {
     Cause.REWARD_MISSING: ("the verifier wrote no reward", FIX_NOP_NONE),
@@ -146,7 +147,8 @@ def _final(report: TaskReport, trials: list[TrialResult]) -> State | None:
             _against(report, detail.removeprefix("SandboxUnsupported: "), FIX_SANDBOX)
             return State.UNSUPPORTED
         if cause in WORLD:
-            _against(report, f"no verdict ({cause}): {detail}", FIX_WORLD)
+            fix = FIX_START if cause is Cause.SANDBOX_FAILED else FIX_WORLD
+            _against(report, f"no verdict ({cause}): {detail}", fix)
             return State.UNDECIDED
         if cause in (Cause.TASK_INVALID, Cause.TASK_NOT_FOUND):
             _against(report, detail, FIX_PARSE)
