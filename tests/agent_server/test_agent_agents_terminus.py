@@ -175,6 +175,7 @@ def test_a_sandbox_without_tmux_says_so(server: Server, tasks: Path) -> None:
     assert "tmux" in result.verdict.detail and not model.requests
 
 
+@pytest.mark.slow
 def test_a_step_out_of_time_leaves_the_next_a_terminal(server: Server, tasks: Path) -> None:
     """The budget is of each conversation: the second step begins another one."""
     task = make_task(tasks, "two-steps")

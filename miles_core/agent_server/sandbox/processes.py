@@ -101,12 +101,20 @@ def _listed(init: int) -> dict[Member, tuple[str, int]]:
 
 
 def _others(init: int, spared: frozenset[Member]) -> dict[int, str]:
-    """The states of the members that are not spared and descend from none that is, by pid."""
+    """The states of the members that are not spared and descend from none that is, by pid.
+
+    Without zombies that a process outside is to wait for: an agent that was put here has one.
+    """
     listed = _listed(init)
     kept = {pid for pid, _ in spared & set(listed)}
     while more := {pid for (pid, _), (_, parent) in listed.items() if parent in kept} - kept:
         kept |= more
-    return {pid: state for (pid, _), (state, _) in listed.items() if pid not in kept}
+    here = {init} | {pid for pid, _ in listed}
+    return {
+        pid: state
+        for (pid, _), (state, parent) in listed.items()
+        if pid not in kept and (state != "Z" or parent in here)
+    }
 
 
 def _stat(pid: int) -> list[str]:
