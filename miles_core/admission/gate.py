@@ -72,11 +72,12 @@ class Gate:
         """Raise TasksRefused for what the cache alone says of the tasks; checks none."""
         if self.mode == "off":
             return
-        known = cached_reports(self._folder, self._cache(), self.names)
+        folder = self._folder
+        known = cached_reports(folder, self._cache(), self.names)
         if self.mode == "run":
             self._decide(known.values())
             return
-        missing = [_unchecked(name) for name in sorted(self.names - known.keys())]
+        missing = [_unchecked(name, folder) for name in sorted(self.names - known.keys())]
         self._decide([*known.values(), *missing])
 
     async def check(
@@ -114,10 +115,13 @@ def at_once_here() -> int:
     return max(2, len(os.sched_getaffinity(0)))
 
 
-def _unchecked(name: str) -> TaskReport:
+def _unchecked(name: str, folder: Path | None) -> TaskReport:
+    fix = "run `miles tasks check` on it"
+    if folder is None:
+        fix = "set --tasks-dir to the folder that the agent server has, and " + fix
     return TaskReport(
         task=name,
         state=State.UNDECIDED,
         reasons=["it was not checked as it is now"],
-        fixes=["run `miles tasks check` on it"],
+        fixes=[fix],
     )

@@ -99,6 +99,17 @@ def test_without_a_solution_a_task_is_let_through_with_a_warning_unless_proof_is
         make_gate(tasks, tmp_path, "require", "no-solution").check_cache()
 
 
+def test_tasks_that_cannot_be_read_here_are_checked_every_time(
+    server: tuple[str, str], tmp_path: Path
+) -> None:
+    gate = make_gate(tmp_path / "elsewhere", tmp_path, "run", "good", "no-solution")
+    for _ in range(2):
+        assert ask(gate, server)[-1].cached == 0
+    assert gate.unproven == ["no-solution"] * 2
+    with pytest.raises(TasksRefused, match="set --tasks-dir to the folder"):
+        make_gate(tmp_path / "elsewhere", tmp_path, "require", "good").check_cache()
+
+
 def test_a_server_that_does_not_answer_is_held_against_no_task(tasks: Path, tmp_path: Path) -> None:
     gate = make_gate(tasks, tmp_path, "run", "good")
     with pytest.raises(ConnectionError):
