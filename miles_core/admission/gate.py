@@ -100,6 +100,7 @@ class Gate:
     def _decide(self, reports: Iterable[TaskReport]) -> None:
         """Refuse what is not admitted; without a solution is no reason to refuse in mode `run`."""
         refused = []
+        self.unproven.clear()
         for report in reports:
             if report.state is State.UNPROVEN and self.mode == "run":
                 self.unproven.append(report.task)
