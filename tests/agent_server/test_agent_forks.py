@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
@@ -15,11 +16,13 @@ pytest.importorskip("harbor")
 from agent_scripted_model import DONE, ScriptedModel, bash  # noqa: E402
 from agent_server_helpers import TOML, Server, make_task  # noqa: E402
 
+from miles_core.agent_server.sandbox import processes  # noqa: E402
 from miles_core.verdicts import Cause, VerdictKind  # noqa: E402
 
 pytestmark = pytest.mark.agent_env
 
 MINI = "mini-swe-agent"
+PR_SET_CHILD_SUBREAPER = 36
 AGENT = "$PPID"
 """The pid of the agent, to the shell of one of its commands."""
 
@@ -156,3 +159,25 @@ def test_nothing_stays_when_the_server_ends(own: Server, number: int) -> None:
     while Path(f"/proc/{loaded}").exists() and time.monotonic() < end:
         time.sleep(0.05)
     assert not Path(f"/proc/{loaded}").exists()
+
+
+def test_an_agent_that_is_ended_leaves_the_host_no_zombie(own: Server) -> None:
+    """Where the first process of a container waits for nobody, they would fill it up."""
+    libc = ctypes.CDLL(None)
+    assert libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0  # orphans come to this process
+    make_task(own.tasks, "hasty", agent_s=1.5)
+    model = ScriptedModel([bash("sleep 60 & sleep 50 & sleep 40"), bash(DONE)])
+    try:
+        result = own.run("hasty", MINI, base_url=model.url)
+    finally:
+        model.close()
+        libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+    assert result.verdict.cause is Cause.AGENT_TIMEOUT, result.verdict
+    orphans = []
+    for pid in processes.descendants(os.getpid()):
+        _, _, rest = Path(f"/proc/{pid}/stat").read_text().partition("(")
+        name, _, fields = rest.rpartition(")")
+        state, parent, *_ = fields.split()
+        if state == "Z" and int(parent) == os.getpid():
+            orphans.append(name)
+    assert not [name for name in orphans if name.startswith("python")], orphans

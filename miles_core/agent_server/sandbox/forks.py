@@ -46,7 +46,7 @@ class Fork:
         try:
             # Stopped, it cannot be waited for, so its pid stays its own.
             signal.pidfd_send_signal(self._pidfd, signal.SIGSTOP)
-            processes.end_tree(self.pid)
+            processes.end_below(self.pid)
         except ProcessLookupError:
             pass
         finally:

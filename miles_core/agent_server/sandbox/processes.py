@@ -16,23 +16,21 @@ END_LIMIT_S = 3.0
 """How long the processes of a sandbox may take to end."""
 
 
-def _children() -> dict[int, list[int]]:
-    """The children of every process of this host."""
-    children: dict[int, list[int]] = defaultdict(list)
+def _table() -> dict[int, tuple[int, int]]:
+    """The parent and the process group of every process of this host."""
+    table = {}
     for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
-        try:
-            stat = Path(f"/proc/{entry}/stat").read_text()
-        except OSError:
-            continue
-        children[int(stat.rpartition(")")[2].split()[1])].append(int(entry))
-    return children
+        if entry.isdigit():
+            _, parent, group, *_ = _stat(int(entry))
+            table[int(entry)] = int(parent), int(group)
+    return table
 
 
 def descendants(root: int) -> list[int]:
     """The processes below `root`, parents before their children."""
-    children = _children()
+    children: dict[int, list[int]] = defaultdict(list)
+    for pid, (parent, _) in _table().items():
+        children[parent].append(pid)
     found, at = [root], 0
     while at < len(found):
         found += children.get(found[at], [])
@@ -42,37 +40,32 @@ def descendants(root: int) -> list[int]:
 
 def exiting(pid: int) -> bool:
     """Whether a process has ended, waited for or not, or is about to (proc(5), /proc/PID/stat)."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return True
+    fields = _stat(pid)
     return fields[0] in "ZX" or bool(int(fields[6]) & PF_EXITING)
 
 
-def end_tree(root: int) -> None:
-    """SIGKILL a child process of ours that was not waited for yet, and its descendants.
+def end_below(root: int) -> None:
+    """SIGKILL what descends from a stopped process of ours, which waits for a child of its own.
 
-    Parents are stopped first, so that none can start another child while the tree is read. The
-    process group of the root is ended as well, for a child that lost its parent.
+    `root` leads a process group, and what is left of that without its parent ends too. All are
+    stopped first, so that none can start another while they are looked for. Then `root` goes on:
+    it takes up the end of its child and ends, so that no zombie is left to the host. One that has
+    no child yet is ended itself. Raises ProcessLookupError when `root` is gone.
     """
-    try:
-        os.kill(root, signal.SIGSTOP)
-    except ProcessLookupError:
-        return
     seen: set[int] = set()
     for _ in range(8):
-        fresh = [pid for pid in descendants(root) if pid not in seen]
+        group = {pid for pid, (_, leader) in _table().items() if leader == root and pid != root}
+        fresh = (group | set(descendants(root))) - seen
         if not fresh:
             break
-        seen.update(fresh)
+        seen |= fresh
         for pid in fresh:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGSTOP)
-    for pid in [*seen, root]:
+    for pid in seen:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(root, signal.SIGKILL)
+    os.kill(root, signal.SIGCONT if seen else signal.SIGKILL)
 
 
 Member = tuple[int, str]
