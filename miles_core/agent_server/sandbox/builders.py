@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,9 @@ from typing import Any
 from miles_core.agent_server.sandbox.build import ImageState, state_of
 from miles_core.agent_server.sandbox.errors import SandboxError, SandboxUnsupported
 from miles_core.agent_server.sandbox.lookups import RESOLV_CONF
+
+CALL_LIMIT_S = 1800
+END_LIMIT_S = 10
 
 LOGS = ("logs/agent", "logs/verifier", "logs/artifacts")
 
@@ -106,11 +108,12 @@ class Builder:
 async def run(*argv: str) -> bytes:
     """Run a program of the host that must succeed; its output; raises SandboxError.
 
-    When this call is cancelled, the program ends with what it started; so it does when this
-    process dies.
+    When this call is cancelled, the program is asked to end and cleans up after itself, and is
+    killed if it does not. The same happens when this process dies, and after `CALL_LIMIT_S`.
     """
     process = await asyncio.create_subprocess_exec(
-        *["setpriv", "--pdeathsig", "KILL", *argv],
+        *["setpriv", "--pdeathsig", "TERM"],
+        *["timeout", f"--kill-after={END_LIMIT_S}", str(CALL_LIMIT_S), *argv],
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -120,7 +123,7 @@ async def run(*argv: str) -> bytes:
         out, err = await process.communicate()
     except asyncio.CancelledError:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+            process.terminate()
         await process.wait()
         raise
     if process.returncode != 0:
