@@ -54,6 +54,8 @@ PROC_READ_ONLY = ("/proc/sys", "/proc/sysrq-trigger", "/proc/irq", "/proc/bus", 
 """Kernel settings that user 0 may write by ownership alone; bubblewrap 0.8 leaves some open."""
 
 
+HOLDER_END_S = 5.0
+"""How long bubblewrap may take to end after the first process of its sandbox."""
 INIT = "echo ready; while :; do sleep 1000000; done"
 """Process 1 of a sandbox: it reaps orphans, and no signal from inside ends it."""
 
@@ -319,11 +321,15 @@ exec {shlex.join(bwrap)}
             raise
 
     def kill(self) -> None:
-        """End every process of the sandbox, at once."""
-        for pid in (self._pid, self._holder.pid if self._holder else None):
-            if pid is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        """End every process of the sandbox, at once.
+
+        They end with its first process, for which the holder waits and then ends too: no zombie
+        is left to the host. Without a first process it is the holder that is ended.
+        """
+        pid = self._pid or (self._holder.pid if self._holder else None)
+        if pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     async def close(self) -> None:
         """End the sandbox and remove its cgroups. Safe to call twice."""
@@ -338,7 +344,11 @@ exec {shlex.join(bwrap)}
             self._lookups.close()
         if self._holder is not None and self._holder.returncode is None:
             self.kill()
-            await self._holder.wait()
+            try:
+                await asyncio.wait_for(self._holder.wait(), HOLDER_END_S)
+            except TimeoutError:
+                self._holder.kill()
+                await self._holder.wait()
         await self.rejoin()
         for directory in self._cgroups:
             await asyncio.to_thread(cgroups.remove, directory)
