@@ -23,6 +23,8 @@ from miles_core.agent_server.inside.endpoint import (
 )
 from miles_core.verdicts import Cause
 
+CONNECT_S = 30.0
+
 
 class PolicyStopped(Exception):
     """The agent is at a limit of its own; what it has done so far is graded."""
@@ -93,7 +95,8 @@ class SessionModel(BaseLLM):
         url = str(self._job.request.base_url).rstrip("/") + "/chat/completions"
         if self._client is None:
             headers = {"authorization": "Bearer none"}
-            self._client = httpx.AsyncClient(timeout=TIMEOUT_S, headers=headers, trust_env=False)
+            timeout = httpx.Timeout(TIMEOUT_S, connect=CONNECT_S)
+            self._client = httpx.AsyncClient(timeout=timeout, headers=headers, trust_env=False)
         last = ""
         for attempt in range(ATTEMPTS):
             await asyncio.sleep(pause_s(attempt))
