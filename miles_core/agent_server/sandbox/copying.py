@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import posixpath
@@ -96,14 +97,15 @@ async def unpack(
     mode: int | None,
 ) -> None:
     """Write members below the directory `place`; raises ValueError when they are too large."""
-    await checked(box, _UNPACK, place, stdin=_pack(members, owner, mode))
+    data = await asyncio.to_thread(_pack, members, owner, mode)
+    await checked(box, _UNPACK, place, stdin=data)
 
 
 async def extract(box: Box, archive: Path, place: str) -> None:
     """Unpack an archive of the context below the directory `place`."""
     if archive.stat().st_size > SIZE_LIMIT:
         raise ValueError(f"{archive.name} has more than {SIZE_LIMIT >> 20} MiB")
-    await checked(box, _EXTRACT, place, stdin=archive.read_bytes())
+    await checked(box, _EXTRACT, place, stdin=await asyncio.to_thread(archive.read_bytes))
 
 
 def _pack(members: Iterable[Member], owner: tuple[int, int] | None, mode: int | None) -> bytes:

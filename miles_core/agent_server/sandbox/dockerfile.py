@@ -66,10 +66,9 @@ class Instruction:
         """The leading `--name=value` in their order, and the text after them."""
         found, text = [], self.text
         while text.startswith("--"):
-            flag, _, text = text.partition(" ")
+            flag, text = (text.split(None, 1) + [""])[:2]
             name, _, value = flag[2:].partition("=")
             found.append((name, value))
-            text = text.lstrip()
         return found, text
 
     def json_form(self) -> list[str] | None:

@@ -81,7 +81,8 @@ class Recipe:
         for number, stage in enumerate(self.file.stages):
             image, origin = self.file.root_image(number)
             if not dockerfile.stands_in(image, builder):
-                return f"{origin.where()}: the host's own system cannot stand in for {image!r}"
+                where = origin.where() if self.buildable else "task.toml: docker_image"
+                return f"{where}: the host's own system cannot stand in for {image!r}"
             for made in stage.instructions:
                 text = made.text + made.raw_heredocs
                 if builder and made.name == "RUN" and NETWORK_COMMANDS.search(text):
@@ -113,6 +114,8 @@ class Images:
         directory.chmod(0o700)  # files in it may be setuid
         for left in directory.glob(".*"):
             layers.remove(left)
+        for gone in self._shrink():
+            layers.remove(gone)
         self._keeps = layers.can_keep(directory)
 
     async def take(self, recipe: Recipe, new_box: NewBox) -> Image:
@@ -243,7 +246,7 @@ class Images:
                     names.append(name)
 
             self._builds += 1
-            box = await new_box(f"{kind}-{self._builds}", self.base, told)
+            box = await new_box(f"{kind}.{self._builds}", self.base, told)
             return Workplace(box, lambda: names)
 
         return new

@@ -73,7 +73,7 @@ def can_keep(directory: Path) -> bool:
 def copy_layer(source: int, target: Path) -> None:
     """Copy an upper directory, open as `source`, to the new directory `target`; OSError.
 
-    Removed names and opaque directories stay such. Sockets are left out.
+    Removed names and opaque directories stay such. Sockets and devices are left out.
     """
     target.mkdir()
     place = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
@@ -99,7 +99,7 @@ class _Copy:
                 os.mkdir(name, 0o700, dir_fd=target)
                 with _opened(name, source) as inner, _opened(name, target) as made:
                     self.directory(inner, made, below)
-            elif not stat.S_ISSOCK(status.st_mode):
+            elif _copied(status):
                 self._name(name, source, target, below, status)
         _attributes(source, target)
         _status(target, os.fstat(source))
@@ -147,6 +147,13 @@ def _opened(name: str, parent: int) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _copied(status: os.stat_result) -> bool:
+    """Whether a name that is no directory is part of a layer: no sockets and no devices."""
+    if stat.S_ISCHR(status.st_mode):
+        return status.st_rdev == 0  # a removed name
+    return not (stat.S_ISSOCK(status.st_mode) or stat.S_ISBLK(status.st_mode))
 
 
 def _contents(given: int, made: int) -> None:
