@@ -42,6 +42,7 @@ class Terminus(Terminus2):
     def __init__(self, *args: Any, trial_id: str, **kwargs: Any) -> None:
         self._job = JOBS[trial_id]
         self._malformed = 0
+        self._is_new = True
         super().__init__(*args, enable_summarize=False, record_terminal_session=False, **kwargs)
 
     @override
@@ -71,8 +72,9 @@ class Terminus(Terminus2):
         """Run the agent. Returns when the verifier may grade; raises AgentFailed otherwise."""
         assert self._session is not None
         self._malformed = 0
-        if not await self._session.is_session_alive():  # an earlier step of the task ended it
-            await self.setup(environment)
+        if not self._is_new and not await self._session.is_session_alive():
+            await self.setup(environment)  # an earlier step of the task ended it
+        self._is_new = False
         try:
             await super().run(instruction, environment, context)
         except PolicyStopped as stopped:
