@@ -68,6 +68,13 @@ def test_the_forked_agent_goes_through_the_relay() -> None:
     assert choose.relays(request("terminus-2")) == choose.relays(request("oracle")) == []
 
 
+def test_a_wrong_setting_of_mini_swe_agent_is_named_with_the_right_one(tmp_path: Path) -> None:
+    path = tmp_path / "agent.yaml"
+    path.write_text("agent:\n  step_limits: 5\n")
+    with pytest.raises(ValueError, match=r"agent\.step_limits is not .*did you mean step_limit\?"):
+        load_agent_config(path)
+
+
 def test_addresses() -> None:
     assert relayed("http://[::1]/v1") == (80, "::1", 80)
     assert inside("http://[::1]/v1?a=b") == "http://127.0.0.1:80/v1?a=b"

@@ -6,6 +6,7 @@ ours; nothing is installed. In any other environment Harbor installs it.
 
 from __future__ import annotations
 
+import difflib
 from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
@@ -75,8 +76,10 @@ def _check(config: dict[str, Any], path: Path) -> None:
     for section, names in known.items():
         for key in config[section]:
             if key not in names:
+                near = difflib.get_close_matches(str(key), names, n=1)
+                meant = f"; did you mean {near[0]}?" if near else ""
                 listed = ", ".join(sorted(names))
-                raise ValueError(f"{path}: {section}.{key} is not one of {listed}")
+                raise ValueError(f"{path}: {section}.{key} is not one of {listed}{meant}")
     AgentConfig(**config["agent"])
     LocalEnvironmentConfig(**config["environment"])
 
