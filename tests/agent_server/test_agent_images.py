@@ -1,16 +1,13 @@
-"""Images of tasks: what a Dockerfile makes, the cache of it, and images from a builder."""
+"""Images of tasks: what a Dockerfile makes, and the cache of it."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import os
 import re
-import shutil
 import stat
 import subprocess
-import sys
 import tarfile
 import uuid
 from pathlib import Path
@@ -18,8 +15,8 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("harbor")
-from agent_scripted_model import DONE, ScriptedModel, bash  # noqa: E402
-from agent_server_helpers import Server, make_task  # noqa: E402
+from agent_image_helpers import ID, SAY, kept, said  # noqa: E402
+from agent_server_helpers import TOML, Server, make_task  # noqa: E402
 
 from miles_core.agent_server.client import AgentServerClient  # noqa: E402
 from miles_core.agent_server.protocol import TrialRequest, TrialResult  # noqa: E402
@@ -27,22 +24,6 @@ from miles_core.agent_server.sandbox import layers  # noqa: E402
 from miles_core.verdicts import Cause, VerdictKind  # noqa: E402
 
 pytestmark = pytest.mark.agent_env
-
-SAY = "#!/bin/bash\n{}\necho 1 > /logs/verifier/reward.txt\n"
-ID = "RUN cat /proc/sys/kernel/random/uuid > /app/id\n"
-"""Tells one build from another."""
-
-
-def said(server: Server, task: str, agent: str = "nop") -> str:
-    """What the verifier of a trial prints."""
-    result = server.run(task, agent)
-    assert result.verdict.kind is VerdictKind.GRADED, result.verdict
-    (output,) = (server.trials / result.trial_id).rglob("test-stdout.txt")
-    return output.read_text(errors="replace")
-
-
-def kept(server: Server) -> set[Path]:
-    return {path for path in (server.trials / ".images").iterdir() if path.name[0] != "."}
 
 
 def refused(server: Server, tasks: Path, dockerfile: str) -> TrialResult:
@@ -230,6 +211,44 @@ def test_images_outlive_a_server_and_the_least_recently_used_goes_first(tmp_path
         server.stop()
 
 
+def test_an_image_of_a_task_without_a_dockerfile(server: Server, tasks: Path) -> None:
+    verdicts = {}
+    for name, image in (("known", "python:3.12"), ("unknown", "alpine:3")):
+        task = make_task(tasks, name, toml=f'{TOML}docker_image = "{image}"\n')
+        (task / "environment/Dockerfile").unlink()
+        (task / "environment/answer.txt").write_text("42")
+        verdicts[name] = server.run(name, "nop").verdict
+    assert verdicts["known"].reward == 1.0, "the environment directory is not in the workdir"
+    assert verdicts["unknown"].cause is Cause.SANDBOX_UNSUPPORTED
+    assert "task.toml: docker_image" in verdicts["unknown"].detail
+
+
+@pytest.mark.slow
+def test_a_disk_that_holds_no_layers(tmp_path: Path) -> None:
+    """On an overlay a Dockerfile is followed in each trial, with the same outcome."""
+    places = {name: tmp_path / name for name in ("lowerdir", "upperdir", "workdir", "trials")}
+    for place in places.values():
+        place.mkdir()
+    options = ",".join(f"{name}={places[name]}" for name in ("lowerdir", "upperdir", "workdir"))
+    subprocess.run(
+        ["mount", "-t", "overlay", "overlay", "-o", options, places["trials"]], check=True
+    )
+    try:
+        text = f"FROM debian AS a\nWORKDIR /app\n{ID}FROM a\nCOPY --from=a /app/id /app/other\n"
+        text += "RUN rm /usr/bin/env && rm -rf /etc/skel\n"
+        look = "cat /app/id; cmp /app/id /app/other; ls /usr/bin/env /etc/skel 2>&1"
+        make_task(tmp_path / "tasks", "id", dockerfile=text, test=SAY.format(look))
+        server = Server(tmp_path, tmp_path / "tasks")
+        try:
+            first, second = said(server, "id"), said(server, "id")
+            assert first != second and first.count("No such file") == 2
+            assert kept(server) == set()
+        finally:
+            server.stop()
+    finally:
+        subprocess.run(["umount", places["trials"]], check=True)
+
+
 def test_a_layer_is_copied_as_it_is(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     (source / "opaque").mkdir(parents=True)
@@ -259,123 +278,3 @@ def test_a_layer_is_copied_as_it_is(tmp_path: Path) -> None:
     tool = (target / "tool").stat()
     assert (tool.st_uid, tool.st_gid, tool.st_mode & 0o7777) == (12, 34, 0o4751)
     assert tool.st_mtime_ns == 2_000_000_001
-
-
-def test_a_builder_that_is_not_there_is_named(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "miles_core.agent_server.main",
-        "--images",
-        "podman",
-        "--port",
-        "0",
-    ]
-    programs = [Path(shutil.which(name) or "") for name in ("bwrap", "unshare", "mount", "sh")]
-    for path in programs:
-        (tmp_path / path.name).symlink_to(path)
-    done = subprocess.run(
-        [*command, "--tasks-dir", str(tmp_path), "--trials-dir", str(tmp_path / "trials")],
-        env={**os.environ, "PATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode != 0
-    assert "--images podman" in done.stderr and "apt-get install podman" in done.stderr
-
-
-FOREIGN = """FROM scratch
-ADD root.tar /
-ENV WHO=image
-WORKDIR /app
-RUN echo 42 > /app/base.txt && cat /proc/sys/kernel/random/uuid > /app/id
-"""
-
-APPLETS = (
-    "sh cat ls mkdir chmod chown dirname basename tar sleep echo rm cp mv ln touch head tail id "
-    "grep sed sort find mktemp stat true false env test kill ps"
-)
-
-
-def static_busybox() -> bool:
-    path = shutil.which("busybox")
-    if path is None:
-        return False
-    return subprocess.run(["ldd", path], capture_output=True).returncode != 0
-
-
-def foreign_root(target: Path) -> None:
-    """A root file system with busybox and no C library, as a tar."""
-    busybox = shutil.which("busybox")
-    assert busybox is not None
-    made = target.parent / "root"
-    (made / "bin").mkdir(parents=True)
-    (made / "etc").mkdir()
-    shutil.copy(busybox, made / "bin/busybox")
-    for name in APPLETS.split():
-        (made / "bin" / name).symlink_to("busybox")
-    (made / "bin/bash").write_text('#!/bin/sh\nexec /bin/sh "$@"\n')
-    (made / "bin/bash").chmod(0o755)
-    (made / "etc/passwd").write_text("root:x:0:0:root:/root:/bin/sh\n")
-    with tarfile.open(target, "w") as archive:
-        archive.add(made, ".")
-    shutil.rmtree(made)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("program", ["buildah", "podman"])
-@pytest.mark.skipif(not static_busybox(), reason="no static busybox (Debian: busybox-static)")
-def test_images_of_a_builder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
-    """A root without any C library: Harbor and mini-swe-agent work in it, and it is kept."""
-    if shutil.which(program) is None:
-        pytest.skip(f"{program} is not installed")
-    storage = tmp_path / "storage.conf"
-    storage.write_text(
-        f'[storage]\ndriver = "vfs"\ngraphroot = "{tmp_path}/store"\nrunroot = "{tmp_path}/run"\n'
-    )
-    monkeypatch.setenv("CONTAINERS_STORAGE_CONF", str(storage))
-    tasks = tmp_path / "tasks"
-    task = make_task(
-        tasks,
-        "foreign",
-        dockerfile=FOREIGN,
-        test=SAY.format("cat /app/id; cat /app/answer.txt; echo $WHO; ls /lib /usr 2>&1"),
-    )
-    foreign_root(task / "environment/root.tar")
-    local = [program, "build", "--isolation", "chroot", "-t", "localhost/made:1"]
-    subprocess.run([*local, str(task / "environment")], check=True, capture_output=True)
-    make_task(tasks, "local", dockerfile="FROM localhost/made:1\n", test=SAY.format("ls /app"))
-    make_task(tasks, "broken", dockerfile="FROM localhost/made:1\nRUN exit 3\n")
-    make_task(tasks, "bare", dockerfile="FROM localhost/made:1\nRUN rm /bin/bash\n")
-    make_task(
-        tasks,
-        "fallback",
-        dockerfile="FROM debian\nRUN --mount=type=bind,source=.,target=/x exit 0\n",
-    )
-    server = Server(tmp_path, tasks, "--images", program)
-    try:
-        first = said(server, "foreign", "oracle")
-        assert first.splitlines()[1:3] == ["42", "image"] and "libc" not in first
-        assert said(server, "foreign", "oracle") == first
-        assert said(server, "local").split() == ["base.txt", "id"]
-        states = [json.loads((image / "image.json").read_text()) for image in kept(server)]
-        assert [(one["whole"], one["state"]["env"]["WHO"]) for one in states] == [
-            (True, "image")
-        ] * 2
-        model = ScriptedModel([bash("cat base.txt > answer.txt; echo $WHO"), bash(DONE)])
-        try:
-            result = server.run("foreign", "mini-swe-agent", base_url=model.url)
-        finally:
-            model.close()
-        assert result.reward == 1.0 and result.agent_metrics.turns == 2, result.verdict
-        broken, bare = server.run("broken", "nop").verdict, server.run("bare", "nop").verdict
-        assert broken.cause is Cause.SANDBOX_FAILED and "RUN exit 3" in broken.detail
-        assert bare.cause is Cause.SANDBOX_UNSUPPORTED and "no bash" in bare.detail
-        assert f"{program} build failed" in server.run("fallback", "nop").verdict.detail
-        listing = [program, *(["containers"] if program == "buildah" else ["ps", "-a"]), "-q"]
-        left = subprocess.run(listing, capture_output=True, text=True)
-        names = subprocess.run([program, "images"], capture_output=True, text=True).stdout
-        assert left.stdout == "" and "miles-agent" not in names and "localhost/made" in names
-    finally:
-        server.stop()
