@@ -18,6 +18,7 @@ from miles_core.agent_server.agents import AgentJob, choose, load_agent_config  
 from miles_core.agent_server.agents.address import inside, relayed  # noqa: E402
 from miles_core.agent_server.agents.mini import mini_job  # noqa: E402
 from miles_core.agent_server.protocol import TrialRequest  # noqa: E402
+from miles_core.agent_server.runner import quiet_libraries  # noqa: E402
 from miles_core.agent_server.settings import ServerSettings  # noqa: E402
 from miles_core.agent_server.tasks import TaskProblem  # noqa: E402
 
@@ -25,6 +26,12 @@ pytestmark = pytest.mark.agent_env
 
 URL = "http://10.1.2.3:4567/sessions/s/v1"
 INSIDE = "http://127.0.0.1:4567/sessions/s/v1"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quiet(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """As in the server: no library fetches anything when it is imported."""
+    quiet_libraries(tmp_path_factory.mktemp("quiet"))
 
 
 def request(agent: str, **fields: object) -> TrialRequest:
