@@ -152,7 +152,9 @@ class Runner:
             if problem is None and isinstance(error, (TypeError, KeyError, OSError)):
                 raise
             text = one_line(error, 500)
-            raise problem or TaskProblem(Cause.SANDBOX_UNSUPPORTED, text) from error
+            named = isinstance(error, UnicodeError)  # a file whose name is no text
+            cause = Cause.TASK_INVALID if named else Cause.SANDBOX_UNSUPPORTED
+            raise problem or TaskProblem(cause, text) from error
 
     def _config(self, trial_id: str, task: Task, agent: AgentConfig) -> TrialConfig:
         build = task.config.environment.build_timeout_sec

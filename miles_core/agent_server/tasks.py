@@ -90,6 +90,8 @@ def _check_limits(task: Task) -> None:
     for step in config.steps or []:
         limits[f"steps.{step.name}.agent.timeout_sec"] = step.agent.timeout_sec
         limits[f"steps.{step.name}.verifier.timeout_sec"] = step.verifier.timeout_sec
+    if "\0" in (config.environment.workdir or ""):
+        raise TaskProblem(Cause.TASK_INVALID, f"{task.paths.config_path}: workdir is no path")
     for name, value in limits.items():
         if value is not None and not value > 0:
             raise TaskProblem(
@@ -104,7 +106,8 @@ def _check_limits(task: Task) -> None:
 
 
 def _check_variables(task: Task) -> None:
-    """Raise TaskProblem for a value of the host's environment that a task must not or cannot have.
+    """Raise TaskProblem for what cannot be a variable, or is one of this host's that a task must
+    not or cannot have.
 
     Harbor puts a variable of this process in the place of `"${NAME}"` in a table `env`.
     """
@@ -114,6 +117,12 @@ def _check_variables(task: Task) -> None:
     for step in config.steps or []:
         tables[f"steps.{step.name}.verifier.env"] = step.verifier.env
     for table, values in tables.items():
+        for name, value in values.items():
+            if not name or "=" in name or "\0" in name + value:
+                raise TaskProblem(
+                    Cause.TASK_INVALID,
+                    f"{task.paths.config_path}: {name!r} in {table} can be no variable",
+                )
         for name, default in get_required_host_vars(values):
             if name in SECRETS:
                 problem = "is a secret of this server"

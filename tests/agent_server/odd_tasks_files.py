@@ -86,6 +86,22 @@ def link_source(task: Path) -> None:
     (task / "environment/Dockerfile").write_text(DOCKERFILE + "COPY host /app/host\n")
 
 
+def loops(task: Path) -> None:
+    (task / "environment/a").symlink_to("b")
+    (task / "environment/b").symlink_to("a")
+    (task / "tests/loop").symlink_to(".")
+
+
+def no_text(task: Path) -> None:
+    for place in ("environment", "tests", "solution"):
+        Path(os.fsdecode(os.fsencode(task / place) + b"/bad\xff\xfename")).write_text("x")
+
+
+def pipes(task: Path) -> None:
+    for place in ("pipe", "environment/pipe", "tests/pipe", "solution/pipe"):
+        os.mkfifo(task / place)
+
+
 def linked_tests(task: Path) -> None:
     (task / "tests/test.sh").unlink()
     (task / "tests").rmdir()
@@ -156,6 +172,11 @@ CONFIG = {
         {"task.toml": toml().replace('"/app"', '"C:\\\\app"')},
     ),
     "gpu": Odd(UNSUPPORTED, "gpus = 1", {"task.toml": toml("gpus = 1\n")}, quick=True),
+    "tiny-memory": Odd(
+        both(Cause.SANDBOX_FAILED),
+        "memory_mb = 1: the sandbox does not come up",
+        {"task.toml": toml().replace("memory_mb = 512", "memory_mb = 1")},
+    ),
     "workdir-missing": Odd(
         SOLVED,
         "a workdir that the image lacks is made",
@@ -169,6 +190,14 @@ CONFIG = {
         "variables with quotes, line ends, dollars and letters of all kinds",
         {"task.toml": toml(STRANGE), "tests/test.sh": graded(STRANGE_CHECK)},
         quick=True,
+    ),
+    "env-no-variable": Odd(
+        INVALID,
+        "a name with = and a value with a null byte",
+        {"task.toml": toml('[environment.env]\n"A=B" = "c"\nC = "a\\u0000b"\n')},
+    ),
+    "null-workdir": Odd(
+        INVALID, "no path", {"task.toml": toml().replace('"/app"', '"/a\\u0000b"')}
     ),
     "env-of-host": Odd(
         INVALID,
@@ -215,6 +244,9 @@ FILES = {
         arrange=odd_names,
         quick=True,
     ),
+    "names-no-text": Odd(INVALID, "names that are not UTF-8", arrange=no_text),
+    "pipes": Odd(SOLVED, "pipes between the files", arrange=pipes),
+    "link-loops": Odd(INVALID, "links in circles", arrange=loops),
     "links-inside": Odd(SOLVED, "links between files of the task", arrange=links_inside),
     "link-out": Odd(SOLVED, "a link out of the context stays a link", arrange=link_out),
     "link-source": Odd(INVALID, "COPY of a link out of the context", arrange=link_source),

@@ -95,6 +95,27 @@ TESTS = {
             "tests/test.sh": graded(before="head -c 100000000 /dev/zero | tr '\\0' x"),
         },
     ),
+    "very-loud": Odd(
+        SOLVED,
+        "400 MB of output, of which the end is kept",
+        {
+            "task.toml": toml().replace("storage_mb = 64", "storage_mb = 1000"),
+            "tests/test.sh": graded(before="head -c 400000000 /dev/zero | tr '\\0' x"),
+        },
+    ),
+    "kill-all": Odd(
+        NO_REWARD, "tests that kill themselves", tests(graded(before="kill -9 -1")), quick=True
+    ),
+    "remove-all": Odd(
+        both(Cause.VERIFIER_FAILED),
+        "tests that remove the programs",
+        tests(graded(after="rm -rf /usr/bin /bin 2>/dev/null")),
+    ),
+    "folder-tests": Odd(
+        NO_REWARD,
+        "test.sh is a folder",
+        {"tests/test.sh": None, "tests/test.sh/keep": ""},
+    ),
     "daemons": Odd(
         SOLVED,
         "tests leave processes that hold their output",

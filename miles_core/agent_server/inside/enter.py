@@ -1,9 +1,10 @@
 """Forking into sandboxes: what the process of the commands and that of the agents share.
 
 A packet of the agent server asks for one process and carries descriptors: a pidfd of the sandbox,
-a file with the order, standard input, output and error, and the `cgroup.procs` files to join. The
-answers are JSON: `{"pid"}` with a pidfd of the new process, and later `{"pid", "code"}`. The end of
-the socket is the end of this process.
+a file with the order, standard input, output and error, the `cgroup.procs` files to join, and, for
+an order that is `apart`, a mount namespace to enter instead of the sandbox's. Answers are JSON:
+`{"pid"}` with a pidfd of the new process, and later `{"pid", "code"}`. The end of the socket is the
+end of this process.
 """
 
 from __future__ import annotations
@@ -102,15 +103,18 @@ def enter(given: list[int], work: Work) -> None:
     try:
         sandbox, order_file, *standard = given[:5]
         os.setsid()
-        for cgroup in given[5:]:
-            os.write(cgroup, b"0")
         with open(order_file, "rb") as file:
             order = json.load(file)
+        mounts = given.pop() if order["apart"] else None
+        for cgroup in given[5:]:
+            os.write(cgroup, b"0")
         for target, descriptor in enumerate(standard):
             os.dup2(descriptor, target)
         os.setns(sandbox, NAMESPACES)
-        if "apart" in order:
-            set_apart(**order["apart"])
+        if mounts is not None:
+            os.setns(mounts, CLONE_NEWNS)
+        if "secluded" in order:
+            set_apart(**order["secluded"])
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         pid = os.fork()
         if pid == 0:

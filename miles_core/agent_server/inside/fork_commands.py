@@ -17,9 +17,9 @@ NOT_STARTED = 126
 def work(order: dict[str, Any]) -> int:
     """Become the command of an order; returns only when that fails, as a shell would.
 
-    An order to stand apart is done already: this process then holds its mount namespace.
+    A process with mounts of its own waits until its namespace has been taken over.
     """
-    if "apart" in order:
+    if "secluded" in order:
         print("ready", flush=True)
         while True:
             signal.pause()

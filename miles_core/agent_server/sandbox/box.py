@@ -91,8 +91,8 @@ class Box:
         self._relays: list[Relay] = []
         self._lookups: Lookups | None = None
         self._running: set[int] = set()
-        self._apart: asyncio.Task[Completed] | None = None
-        self._apart_pid: int | None = None
+        self._mounts: int | None = None
+        """The mount namespace of further commands, when it is not that of the first process."""
         self._closed = False
         self.disk_used: int | None = None
         """Bytes in the writable layers, once it is closed."""
@@ -241,31 +241,28 @@ exec {shlex.join(bwrap)}
         No earlier process sees what is written there, and none can reach it through /proc: for
         that it would need every capability of the later ones (ptrace(2), access mode checking).
         """
-        await self.rejoin()
-        order: dict[str, Any] = {
-            "apart": {"places": places, "size_mb": self.settings.disk_mb},
+        self.rejoin()
+        if self._pid is None or not self.alive:
+            raise SandboxGone("the sandbox is gone")
+        order = {
+            "secluded": {"places": places, "size_mb": self.settings.disk_mb},
             "process": self._process(ROOT, {}, "/"),
         }
-        ready = asyncio.Event()
-        forking = self._fork(
-            self._helpers.commands, order, None, OUTPUT_LIMIT, lambda line: ready.set()
-        )
-        self._apart = asyncio.create_task(forking, name=f"apart-{self.name}")
-        waiting = asyncio.create_task(ready.wait())
-        await asyncio.wait({self._apart, waiting}, return_when=asyncio.FIRST_COMPLETED)
-        waiting.cancel()
-        if self._apart.done():
-            message = self._apart.result().err.decode(errors="replace").strip()
-            raise SandboxError(f"{', '.join(places)}: not set apart: {message[-300:]}")
-        self._apart_pid = processes.descendants(order["pid"])[0]
+        async with pipes(False) as (streams, standard):
+            fork = await self._helpers.commands.fork(self._pid, order, standard, self._cgroups)
+            try:
+                if await streams.stdout.readline() != b"ready\n":
+                    message = (await streams.stderr.read()).decode(errors="replace").strip()
+                    raise SandboxError(f"{', '.join(places)}: not secluded: {message[-300:]}")
+                self._mounts = os.open(f"/proc/{fork.pid}/ns/mnt", os.O_RDONLY)
+            finally:
+                fork.end()
 
-    async def rejoin(self) -> None:
-        """Show further commands what all processes see, and drop the folder of `seclude`."""
-        self._apart_pid = None
-        if self._apart is not None:
-            self._apart.cancel()
-            await asyncio.gather(self._apart, return_exceptions=True)
-            self._apart = None
+    def rejoin(self) -> None:
+        """Show further commands what all processes see, and drop the folders of `seclude`."""
+        if self._mounts is not None:
+            os.close(self._mounts)
+            self._mounts = None
 
     async def run_agent(
         self,
@@ -295,9 +292,7 @@ exec {shlex.join(bwrap)}
         if self._pid is None or not self.alive:
             raise SandboxGone("the sandbox is gone")
         async with pipes(stdin is not None) as (streams, standard):
-            fork = await forks.fork(self._apart_pid or self._pid, order, standard, self._cgroups)
-            if "apart" in order:
-                order["pid"] = fork.pid
+            fork = await forks.fork(self._pid, order, standard, self._cgroups, self._mounts)
             self._running.add(fork.pid)
             try:
                 done = await streams.communicate(fork.ended, stdin, limit, on_line)
@@ -349,13 +344,13 @@ exec {shlex.join(bwrap)}
             except TimeoutError:
                 self._holder.kill()
                 await self._holder.wait()
-        await self.rejoin()
+        self.rejoin()
         for directory in self._cgroups:
             await asyncio.to_thread(cgroups.remove, directory)
 
     def _process(self, user: Account, env: dict[str, str], cwd: str) -> dict[str, Any]:
         """What a process in a sandbox is to take on (`inside/enter.py`)."""
-        numbers = [*CAPABILITIES.values(), *([BLOCK_SUSPEND] if self._apart_pid else [])]
+        numbers = [*CAPABILITIES.values(), *([] if self._mounts is None else [BLOCK_SUSPEND])]
         return {
             "env": {"PATH": PATH, "LANG": "C.UTF-8", **env},
             "cwd": cwd,

@@ -43,6 +43,13 @@ RESTORE_LOGS = """for place in "$@"; do
     rm -f -- "$place" && mkdir -- "$place" && chmod 777 -- "$place"
   fi
 done"""
+PACK = """f="$1/test-stdout.txt"
+if [ -f "$f" ] && [ ! -L "$f" ] && [ "$(stat -c %s "$f")" -gt "$2" ]; then
+  tail -c "$2" "$f" > "$f.end" && mv -f "$f.end" "$f"
+fi
+exec tar cf - -C "$1" ."""
+"""Packs a directory; of what a verifier printed, the last bytes."""
+OUTPUT_LIMIT = 8 << 20
 TRANSFER_LIMIT = 256 << 20
 """Bytes of one file or directory that is read out of a sandbox."""
 
@@ -255,7 +262,7 @@ class BubblewrapEnvironment(BaseEnvironment):
 
     @override
     async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
-        data = await self._fetch(["tar", "cf", "-", "-C", str(source_dir), "."])
+        data = await self._fetch(["sh", "-c", PACK, "pack", str(source_dir), str(OUTPUT_LIMIT)])
         await asyncio.to_thread(_unpack, data, Path(target_dir))
 
     @override
@@ -335,7 +342,7 @@ class SandboxHost:
         for environment in self.environments:
             if not environment.running:
                 continue
-            await environment.box.rejoin()
+            environment.box.rejoin()
             if phase is Phase.VERIFIER:
                 await environment.checked(["sh", "-c", RESTORE_LOGS, "sh", *LOG_DIRECTORIES])
                 await environment.box.seclude(environment.verifier_places())

@@ -124,12 +124,18 @@ class Forks:
                 asked.set_result(fork)
 
     async def fork(
-        self, box: int, order: dict[str, Any], standard: list[int], cgroups: list[Path]
+        self,
+        box: int,
+        order: dict[str, Any],
+        standard: list[int],
+        cgroups: list[Path],
+        mounts: int | None = None,
     ) -> Fork:
         """A process in the sandbox whose first process is `box`; raises SandboxError.
 
         `order` says what it is to be. `standard` holds the descriptors of its standard input,
-        output and error, which this call closes here.
+        output and error, which this call closes here. `mounts` is the descriptor of another mount
+        namespace for it.
         """
         with contextlib.ExitStack() as stack:
             for descriptor in standard:
@@ -145,10 +151,11 @@ class Forks:
                 stack.enter_context(open(directory / "cgroup.procs", "wb")) for directory in cgroups
             ]
             orders = stack.enter_context(open(os.memfd_create("order"), "wb"))
-            orders.write(json.dumps(order).encode())
+            orders.write(json.dumps({**order, "apart": mounts is not None}).encode())
             orders.flush()
             orders.seek(0)
             given = [sandbox, orders.fileno(), *standard, *(file.fileno() for file in joined)]
+            given += [] if mounts is None else [mounts]
             asked: asyncio.Future[Fork] = asyncio.get_running_loop().create_future()
             self._asked.append(asked)
             try:
