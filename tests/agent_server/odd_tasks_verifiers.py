@@ -104,7 +104,10 @@ TESTS = {
         },
     ),
     "kill-all": Odd(
-        NO_REWARD, "tests that kill themselves", tests(graded(before="kill -9 -1")), quick=True
+        NO_REWARD,
+        "tests that kill every process, themselves too",
+        tests(graded(before="kill -9 -1; kill -9 $$")),
+        quick=True,
     ),
     "remove-all": Odd(
         both(Cause.VERIFIER_FAILED),
