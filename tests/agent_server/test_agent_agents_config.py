@@ -49,6 +49,7 @@ def config_of(agent: str, sandbox: str, tmp_path: Path, **fields: object) -> Age
     return asyncio.run(choose.agent_config("x", request(agent, **fields), settings, 60.0))
 
 
+@pytest.mark.slow
 def test_mini_swe_agent_in_a_container_keeps_its_endpoint_and_settings(tmp_path: Path) -> None:
     config = config_of(
         "mini-swe-agent", "docker", tmp_path, max_turns=4, sampling_params={"temperature": 0.3}
