@@ -263,4 +263,24 @@ STEPS = {
     ),
 }
 
-ODD = {**TESTS, **NETWORK, **REWARDS, **STEPS}
+APART = "artifacts = ['/app/answer.txt']\n" + toml(verifier='environment_mode = "separate"')
+SEPARATE = {
+    "separate": Odd(
+        SOLVED,
+        "a sandbox of its own for the verifier, with what the task hands over",
+        {"task.toml": APART},
+        quick=True,
+    ),
+    "separate-image": Odd(
+        SOLVED,
+        "the verifier has an image with its tests",
+        {"task.toml": APART, "tests/Dockerfile": "FROM debian:12\nCOPY . /tests\n"},
+    ),
+    "separate-apt": Odd(
+        UNSUPPORTED,
+        "the verifier's image needs another one",
+        {"task.toml": APART, "tests/Dockerfile": "FROM nowhere.test/a\nCOPY . /tests\n"},
+    ),
+}
+
+ODD = {**SEPARATE, **TESTS, **NETWORK, **REWARDS, **STEPS}
