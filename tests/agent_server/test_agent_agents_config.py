@@ -62,6 +62,7 @@ def test_mini_swe_agent_in_a_container_keeps_its_endpoint_and_settings(tmp_path:
     assert agent.model_connection.execution_base_url == URL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sandbox", "url"), [("bubblewrap", INSIDE), ("docker", URL)])
 def test_an_installed_agent_finds_the_session(tmp_path: Path, sandbox: str, url: str) -> None:
     config = config_of("qwen-coder", sandbox, tmp_path)
