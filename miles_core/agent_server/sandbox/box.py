@@ -32,6 +32,7 @@ from miles_core.agent_server.sandbox.streams import OUTPUT_LIMIT, Completed, pip
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 STAGE = "/mnt"
+SECLUDE_LIMIT_S = 30.0
 
 CAPABILITIES = {
     "CHOWN": 0,
@@ -248,13 +249,23 @@ exec {shlex.join(bwrap)}
             "secluded": {"places": places, "size_mb": self.settings.disk_mb},
             "process": self._process(ROOT, {}, "/"),
         }
-        async with pipes(False) as (streams, standard):
-            fork = await self._helpers.commands.fork(self._pid, order, standard, self._cgroups)
+        try:
+            async with asyncio.timeout(SECLUDE_LIMIT_S):
+                await self._take_mounts(self._pid, order)
+        except TimeoutError as error:
+            raise SandboxError("the sandbox does not let a process of ours run") from error
+
+    async def _take_mounts(self, pid: int, order: dict[str, Any]) -> None:
+        """Have a process make its mounts, take its namespace over, and let it end."""
+        async with pipes(True) as (streams, standard):
+            fork = await self._helpers.commands.fork(pid, order, standard, self._cgroups)
             try:
                 if await streams.stdout.readline() != b"ready\n":
                     message = (await streams.stderr.read()).decode(errors="replace").strip()
-                    raise SandboxError(f"{', '.join(places)}: not secluded: {message[-300:]}")
+                    raise SandboxError(f"nothing was secluded: {message[-300:]}")
                 self._mounts = os.open(f"/proc/{fork.pid}/ns/mnt", os.O_RDONLY)
+                streams.stdin.close()
+                await fork.ended
             finally:
                 fork.end()
 
