@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from miles_core.admission.report import State, TaskReport, Trial
 from miles_core.agent_server.protocol import FORGED_REWARD, TrialResult
@@ -189,7 +190,7 @@ def _judge_probes(report: TaskReport, probes: list[TrialResult]) -> None:
             continue
         report.findings += found.get("findings", [])
         report.notes += found.get("notes", [])
-        survives = FORGED_REWARD in [result.reward, *result.eval_report.values()]
+        survives = FORGED_REWARD in _rewards(result)
         report.forged_reward_survives = bool(report.forged_reward_survives) or survives
         if not survives and (result.reward or 0.0) >= FULL_REWARD and not _nop_is_full(report):
             report.notes.append("files of any content where the tests look get full reward")
@@ -198,6 +199,12 @@ def _judge_probes(report: TaskReport, probes: list[TrialResult]) -> None:
         _against(report, "a reward that the agent wrote is taken for the verifier's", FIX_FORGED)
     if report.findings:
         _against(report, "; ".join(report.findings), FIX_VISIBLE)
+
+
+def _rewards(result: TrialResult) -> list[Any]:
+    """Every reward that a trial tells of, those of its steps too."""
+    named = [result.eval_report, *(step["rewards"] for step in result.eval_report.get("steps", []))]
+    return [result.reward, *(value for rewards in named for value in rewards.values())]
 
 
 def _nop_is_full(report: TaskReport) -> bool:

@@ -90,7 +90,7 @@ class Runner:
         on_phase: Callable[[Phase], None],
         started: float,
     ) -> TrialResult:
-        task = self.tasks.load(request.instance_id)
+        task = await asyncio.to_thread(self.tasks.load, request.instance_id)
         self._check(task, request)
         job = choose.job_of(request, self.settings)
         host = self._host(trial_id, request)

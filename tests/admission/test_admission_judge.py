@@ -61,6 +61,14 @@ def test_no_task_is_admitted_by_trials_that_were_not_run(missing: dict[str, Any]
         ({"probes": [probed(graded(0.0), findings=["the agent can read /tests"])]}, "failed"),
         ({"probes": [probed(graded(FORGED_REWARD))]}, "failed"),
         ({"probes": [probed(graded(0.0, score=FORGED_REWARD))]}, "failed"),
+        (
+            {
+                "probes": [
+                    probed(graded(0.0, steps=[{"name": "a", "rewards": {"r": FORGED_REWARD}}]))
+                ]
+            },
+            "failed",
+        ),
         ({"probes": [probed(none(Cause.VERIFIER_FAILED))]}, "admitted"),
         ({"oracle": None, "proven": False}, "unproven"),
         ({"oracle": None, "proven": False, "nop": graded(1.0)}, "failed"),
