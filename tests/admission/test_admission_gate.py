@@ -186,7 +186,14 @@ def test_ctrl_c_keeps_what_was_found_and_leaves_nothing_running(tmp_path: Path) 
     command = [str(MILES), "tasks", "check", str(tasks), "--cache", str(cache)]
     mark = f"{tmp_path.name}-{os.getpid()}"
     env = {**os.environ, "TEST_MARK_OF_TASKS": mark}
-    child = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    child = subprocess.Popen(
+        command,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # A job in the background of a script is started with the signal ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     deadline = time.monotonic() + 90
     while not cache.exists():
         assert child.poll() is None
