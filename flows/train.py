@@ -142,7 +142,7 @@ def train_agent(config: MilesConfig) -> Any:
         stop_file(run).unlink(missing_ok=True)
         with _signals_cancel(run):
             logger.info("run directory: %s", run.path)
-            if fold(read(run.journal)).state == "completed":
+            if fold(read(run.journal)).completed(config.rollout.num_rollout):
                 return str(run.path)
             # A signal that ends this process alone is no Exception: the Ray job goes on.
             try:

@@ -103,8 +103,8 @@ def _drive(config: MilesConfig) -> int:
     owner = holder(run)
     if owner is not None:
         raise RunLocked(run.path, owner)
-    if fold(read(run.journal)).state == "completed":
-        print(f"{run.path.name} is complete")
+    if fold(read(run.journal)).completed(config.rollout.num_rollout):
+        print(f"{run.path.name} is complete: more steps are asked for with --num-rollout")
     else:
         signal.signal(signal.SIGTERM, _terminated)
         runs.point_latest(run)

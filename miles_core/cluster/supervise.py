@@ -207,7 +207,7 @@ class Supervisor:
     @property
     def complete(self) -> bool:
         """Whether the disk says that all steps are trained and the run has ended so."""
-        return self._state.state == "completed"
+        return self._state.completed(self.config.rollout.num_rollout)
 
     def _record_agent_server(self, url: str) -> None:
         path = self.run.path / "inputs.json"

@@ -47,6 +47,10 @@ class RunState:
     def steps_done(self) -> int:
         return len(self.rewards)
 
+    def completed(self, steps: int) -> bool:
+        """Whether the run has ended with all of `steps` trained; more may be asked for later."""
+        return self.state == "completed" and self.steps_done >= steps
+
     @property
     def reward_mean(self) -> list[float | None]:
         """Mean reward by step; None for a step that had none."""

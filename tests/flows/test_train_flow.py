@@ -44,10 +44,10 @@ class Person:
         self.children.append(child)
         return child
 
-    def trains(self) -> "subprocess.Popen[str]":
+    def trains(self, *more: str) -> "subprocess.Popen[str]":
         return self.types(
             *("train", "--preset", "quickstart", "--runs-dir", str(self.runs)),
-            *("--agent-config", "none", "--task-check", "off"),
+            *("--agent-config", "none", "--task-check", "off", *more),
         )
 
     def left(self) -> list[procs.Process]:
@@ -108,6 +108,22 @@ def test_a_crashed_job_is_tried_again_by_the_flow(person: Person) -> None:
     output, _ = child.communicate(timeout=300)
     assert child.returncode == 0, output
     assert steps(person) == [0, 1, 2]
+    wait_for(lambda: not person.left(), 30)
+
+
+def test_a_completed_run_goes_on_when_more_steps_are_asked_for(person: Person) -> None:
+    plan(person, steps=3, seconds=0.1)
+    first = person.trains()
+    output, _ = first.communicate(timeout=300)
+    assert first.returncode == 0 and steps(person) == [0, 1, 2], output
+    name = (person.runs / "latest").resolve().name
+    plan(person, steps=5, seconds=0.1)
+    more = person.trains("--run-name", name, "--num-rollout", "5")
+    output, _ = more.communicate(timeout=300)
+    assert more.returncode == 0 and steps(person) == [0, 1, 2, 3, 4], output
+    again = person.trains("--run-name", name, "--num-rollout", "5")
+    output, _ = again.communicate(timeout=300)
+    assert again.returncode == 0 and "is complete" in output and len(steps(person)) == 5
     wait_for(lambda: not person.left(), 30)
 
 
