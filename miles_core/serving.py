@@ -17,6 +17,7 @@ import uvicorn
 
 from miles_core.errors import UserError
 
+HIGHEST_PORT = 65535
 EXIT_USAGE = 2
 """A person must change something first."""
 EXIT_BUSY = 75
@@ -37,6 +38,8 @@ def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
 
     Raises PortInUse, or UserError for an address that cannot be bound; `flag` names the port.
     """
+    if not 0 <= port <= HIGHEST_PORT:
+        raise UserError(f"{flag} {port} is no port", f"Take one from 1 to {HIGHEST_PORT}, or 0.")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

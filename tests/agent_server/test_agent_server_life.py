@@ -260,12 +260,14 @@ def test_wrong_starts_say_what_to_do(tmp_path: Path) -> None:
         port = str(taken.getsockname()[1])
         used = command(*tasks, "--port", port)
     absent = command("--tasks-dir", str(tmp_path / "absent"))
+    no_port = command(*tasks, "--port", "99999")
     open_host = command(*tasks, "--host", "0.0.0.0")
     unknown = command(*tasks, "--max-concurent", "3")
     sandbox = command(*tasks, "--port", "0", "--sandbox", "dokcer")
     for done, words in [
         (used, [port, "--port"]),
         (absent, ["no such directory", "absent"]),
+        (no_port, ["--port 99999", "65535"]),
         (open_host, ["HARBOR_ADMIN_SECRET"]),
         (unknown, ["did you mean --max-concurrent"]),
         (sandbox, ["did you mean docker"]),
