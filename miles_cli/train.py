@@ -116,6 +116,9 @@ def _drive(config: MilesConfig) -> int:
             print(f"ending {run.path.name} ...", file=sys.stderr)
             stop_run(run, "interrupted", supervisor_wait_s=0.0)
             raise
+        owner = holder(run)
+        if owner is not None:  # it took the run while this command was starting
+            raise RunLocked(run.path, owner)
     return _report(run)
 
 

@@ -127,6 +127,20 @@ def test_a_completed_run_goes_on_when_more_steps_are_asked_for(person: Person) -
     wait_for(lambda: not person.left(), 30)
 
 
+def test_of_two_that_start_one_run_one_says_who_drives_it(person: Person) -> None:
+    plan(person, steps=25, seconds=1.0)
+    both = [person.trains("--run-name", "same") for _ in range(2)]
+    wait_for(lambda: any(child.poll() is not None for child in both))
+    loser = next(child for child in both if child.poll() is not None)
+    winner = next(child for child in both if child is not loser)
+    output, _ = loser.communicate(timeout=60)
+    assert loser.returncode == 2 and "is driven by" in output, output
+    assert winner.poll() is None
+    winner.send_signal(signal.SIGTERM)
+    winner.communicate(timeout=120)
+    wait_for(lambda: not person.left(), 30)
+
+
 @pytest.mark.parametrize(("how", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("miles stop", 1)])
 def test_a_cancel_ends_everything(person: Person, how: str, code: int) -> None:
     plan(person, steps=300, seconds=1.0)
