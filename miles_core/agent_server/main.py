@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import difflib
+import fcntl
 import importlib.metadata
 import os
 import signal
 import socket
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from miles_core.agent_server import environments
 from miles_core.errors import UserError
@@ -129,6 +130,22 @@ def check(args: argparse.Namespace) -> None:
         )
 
 
+def lock_trials(directory: Path) -> IO[str]:
+    """A lock on a trials directory, held until the file is closed; raises UserError.
+
+    A second server would end the trials of the first one as those of a server that died.
+    """
+    lock = open(directory / ".lock", "a")  # noqa: SIM115 (it is held while the server runs)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise UserError(
+            f"--trials-dir {directory}: another agent server works in it", "Choose another one."
+        ) from None
+    return lock
+
+
 def run(args: argparse.Namespace, listener: socket.socket, dashboard: socket.socket | None) -> int:
     """Load Harbor, prepare the sandboxes, serve until a signal; the exit status."""
     sandbox = environments.find(args.sandbox)
@@ -156,6 +173,7 @@ def run(args: argparse.Namespace, listener: socket.socket, dashboard: socket.soc
         agent_config=agent_config,
     )
     settings.trials_dir.mkdir(parents=True, exist_ok=True)
+    lock = lock_trials(settings.trials_dir)
     images = tree = None
     if sandbox.ours:
         tree = CgroupTree()
@@ -176,6 +194,7 @@ def run(args: argparse.Namespace, listener: socket.socket, dashboard: socket.soc
     finally:
         if tree is not None:
             tree.close()
+        lock.close()
     return 0
 
 

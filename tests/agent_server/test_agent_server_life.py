@@ -226,6 +226,12 @@ def test_errors_have_one_shape(server: Server) -> None:
         assert run.json()["reward"] == 0.0
 
 
+def test_two_servers_do_not_share_a_trials_directory(server: Server) -> None:
+    flags = ["--tasks-dir", str(server.tasks), "--trials-dir", str(server.trials)]
+    second = command(*flags, "--port", "0")
+    assert second.returncode == 2 and "another agent server" in second.stderr, second
+
+
 def test_large_requests_are_refused(server: Server) -> None:
     url, headers = f"{server.url}/trials/large", {"authorization": f"Bearer {SECRET}"}
     body = b'{"instance_id": "answer", "more": "' + b"x" * (5 << 20) + b'"}'
