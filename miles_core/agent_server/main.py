@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -20,6 +21,8 @@ from miles_core.serving import bind, exit_status, url_of, watch_parent, write_re
 
 SECRET = "HARBOR_ADMIN_SECRET"
 GIGABYTE = 1e9
+LOCK_WAIT_S = 5.0
+"""How long a server that is just ending may still hold its trials directory."""
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -136,14 +139,17 @@ def lock_trials(directory: Path) -> IO[str]:
     A second server would end the trials of the first one as those of a server that died.
     """
     lock = open(directory / ".lock", "a")  # noqa: SIM115 (it is held while the server runs)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
-        raise UserError(
-            f"--trials-dir {directory}: another agent server works in it", "Choose another one."
-        ) from None
-    return lock
+    deadline = time.monotonic() + LOCK_WAIT_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                lock.close()
+                message = f"--trials-dir {directory}: another agent server works in it"
+                raise UserError(message, "Choose another one.") from None
+            time.sleep(0.1)
 
 
 def run(args: argparse.Namespace, listener: socket.socket, dashboard: socket.socket | None) -> int:
