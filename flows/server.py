@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import fcntl
 import importlib.util
 import os
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 
 import httpx
@@ -112,6 +114,26 @@ class TemporaryServer:
 
 
 @contextmanager
+def _database(home: Path) -> Iterator[None]:
+    """Until a server of this Prefect has made the tables in `home`, servers start one by one.
+
+    Tables that a killed server left half made are made anew: no other server can complete them.
+    """
+    made = home / f"tables-{version('prefect')}"
+    if made.exists():
+        yield
+        return
+    home.mkdir(parents=True, exist_ok=True)
+    with open(home / "tables.lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not any(home.glob("tables-*")):
+            for part in home.glob("prefect.db*"):
+                part.unlink()
+        yield
+        made.touch()
+
+
+@contextmanager
 def prefect_server(home: Path) -> Iterator[None]:
     """A Prefect server for the block: the configured one, or a temporary one that keeps its
     database in `home`. Must be entered before prefect is imported."""
@@ -119,12 +141,13 @@ def prefect_server(home: Path) -> Iterator[None]:
         yield
         return
     server = TemporaryServer(home)
-    server.start()
-    # Prefect sends its last logs and events when the interpreter exits. Handlers run in reverse
-    # order, so this one, from before its import, ends the server after them.
-    atexit.register(server.stop)
-    os.environ.update(server.environment())
-    import flows.train  # noqa: F401  (imports while the server starts)
+    with _database(home):
+        server.start()
+        # Prefect sends its last logs and events when the interpreter exits. Handlers run in
+        # reverse order, so this one, from before its import, ends the server after them.
+        atexit.register(server.stop)
+        os.environ.update(server.environment())
+        import flows.train  # noqa: F401  (imports while the server starts)
 
-    server.wait_ready()
+        server.wait_ready()
     yield

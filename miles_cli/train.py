@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import signal
 import sys
 from typing import TYPE_CHECKING, Any
@@ -80,6 +81,11 @@ def run_resume(args: argparse.Namespace) -> int:
     run = find(args)
     config = run.load_config()
     parent, name = run.path.parent, run.path.name
+    if config.model.cache_dir is None and parent != config.run.runs_dir.absolute():
+        print(
+            f"the run was moved here from {config.run.runs_dir}: what was prepared for it is "
+            f"looked for in {parent / '.cache'}, and made again where it is not"
+        )
     section = config.run.model_copy(update={"run_name": name, "runs_dir": parent})
     return _drive(runs.named(config.model_copy(update={"run": section}), name))
 
@@ -113,6 +119,9 @@ def _drive(config: MilesConfig) -> int:
             local_client.start(run, config)  # while Prefect is imported and its server starts
             _run_flow(run, config)
         except KeyboardInterrupt:
+            owner = holder(run)
+            if owner is not None and owner.pid != os.getpid():  # another command's: it lives on
+                raise RunLocked(run.path, owner) from None
             print(f"ending {run.path.name} ...", file=sys.stderr)
             stop_run(run, "interrupted", supervisor_wait_s=0.0)
             raise

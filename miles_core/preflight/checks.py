@@ -184,16 +184,16 @@ def check_disk(config: MilesConfig) -> list[Problem]:
             continue
         flag = "--" + name.split(".")[1].replace("_", "-")
         existing = next(p for p in (folder, *folder.parents) if p.exists())
-        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        usage = shutil.disk_usage(existing)
+        writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+        if not writable or not usage.total:  # such as /proc, which holds no files of ours
             text = f"{folder} cannot be written (see {existing})"
             problems.append(Problem(name, text, f"set {flag} to a folder of yours"))
             continue
-        free = shutil.disk_usage(existing).free
         needed = max(needed, LEAST_FREE_BYTES)
-        if free < needed:
-            text = (
-                f"{existing} has {free / 1e9:.1f} GB free and about {needed / 1e9:.1f} are needed"
-            )
+        if usage.free < needed:
+            free, least = usage.free / 1e9, needed / 1e9
+            text = f"{existing} has {free:.1f} GB free and about {least:.1f} are needed"
             fix = f"free some, set {flag} to another disk, or lower --keep-checkpoints"
             problems.append(Problem(name, text, fix))
     return problems

@@ -231,6 +231,7 @@ def find_run(name: str, runs_dir: str | Path = "runs") -> RunDir:
     listing = (
         f"Runs in {runs_dir}/: {', '.join(known[-10:])}"
         if known
-        else (f"There is no run in {runs_dir}/ yet; `make quickstart` makes one.")
+        else f"There is no run in {runs_dir}/ yet: give another --runs-dir or the run's path, "
+        "or make one with `make quickstart`."
     )
     raise UserError(f"no run named {name!r}: neither a run directory nor in {runs_dir}/", listing)

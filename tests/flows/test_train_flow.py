@@ -14,9 +14,11 @@ import pytest
 from miles_core.cluster import local_client
 from miles_core.cluster import local_process as procs
 from miles_core.cluster.stop import stop_run
+from miles_core.cluster.supervise import stop_file
 from miles_core.runs.directory import RunDir
 from miles_core.runs.fold import fold
 from miles_core.runs.journal import read
+from miles_core.runs.lock import holder
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -136,6 +138,26 @@ def test_of_two_that_start_one_run_one_says_who_drives_it(person: Person) -> Non
     output, _ = loser.communicate(timeout=60)
     assert loser.returncode == 2 and "is driven by" in output, output
     assert winner.poll() is None
+    winner.send_signal(signal.SIGTERM)
+    winner.communicate(timeout=120)
+    wait_for(lambda: not person.left(), 30)
+
+
+def test_a_signal_to_the_one_that_does_not_drive_a_run_leaves_the_other_alone(
+    person: Person,
+) -> None:
+    plan(person, steps=25, seconds=1.0)
+    both = [person.trains("--run-name", "same") for _ in range(2)]
+    wait_for(lambda: holder(person.runs / "same") is not None)
+    driver = holder(person.runs / "same")
+    assert driver is not None
+    winner = next(child for child in both if child.pid == driver.pid)
+    loser = next(child for child in both if child is not winner)
+    loser.send_signal(signal.SIGINT)
+    output, _ = loser.communicate(timeout=60)
+    assert loser.returncode == 2 and "is driven by" in output, output
+    wait_for(lambda: len(steps(person)) >= 2)
+    assert winner.poll() is None and not stop_file(RunDir(person.runs / "same")).exists()
     winner.send_signal(signal.SIGTERM)
     winner.communicate(timeout=120)
     wait_for(lambda: not person.left(), 30)

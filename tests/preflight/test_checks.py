@@ -241,6 +241,8 @@ def test_full_disk_and_file_in_the_way(folder: Path, monkeypatch: pytest.MonkeyP
     (folder / "file").write_text("")
     blocked = config(folder, runs_dir=str(folder / "file" / "runs"))
     assert fields(check_disk(blocked)) == ["run.runs_dir"]
+    (nowhere,) = check_disk(config(folder, runs_dir="/proc/nowhere"))
+    assert "cannot be written" in nowhere.problem
     monkeypatch.setattr(checks, "LEAST_FREE_BYTES", 1 << 62)
     assert fields(check_disk(config(folder, save_dir=str(folder / "s")))) == [
         "run.runs_dir",
