@@ -271,6 +271,11 @@ IMAGES = {
         "RUN apt-get install",
         image(DOCKERFILE + "RUN apt-get update && \\\n  apt-get install -y cowsay\n"),
     ),
+    "apt-image-here": Odd(
+        SOLVED,
+        "RUN apt-get install of what the host has",
+        image(DOCKERFILE + "RUN apt-get update && apt-get install -y bash coreutils\n"),
+    ),
     "pip-image": Odd(
         UNSUPPORTED, "RUN pip install", image("FROM python\nRUN pip install cowsay==6.1\n")
     ),

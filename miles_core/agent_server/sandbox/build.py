@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from miles_core.agent_server.sandbox import accounts, copying, dockerfile
+from miles_core.agent_server.sandbox import accounts, copying, dockerfile, packages
 from miles_core.agent_server.sandbox.box import PATH, Box
 from miles_core.agent_server.sandbox.context import Context
 from miles_core.agent_server.sandbox.copying import Given
@@ -162,7 +162,12 @@ class _Following:
         before = len(self._names())
         done = await self._box.run(
             argv,
-            env={"HOME": account.home, **self.arguments, **self.state.env},
+            env={
+                "HOME": account.home,
+                **self._apt(instruction, argv[-1]),
+                **self.arguments,
+                **self.state.env,
+            },
             cwd=self.state.workdir,
             user=account,
             stdin=stdin,
@@ -175,6 +180,19 @@ class _Following:
         output = (done.err or done.out).decode(errors="replace").strip()[-300:]
         what = f"looks for {', '.join(names)}" if names else f"failed with {done.code} ({output})"
         raise instruction.unsupported(f"{what} in a sandbox without a network")
+
+    def _apt(self, instruction: Instruction, script: str) -> dict[str, str]:
+        """Variables under which apt finds that nothing is left to fetch, where that is so."""
+        wanted = packages.asked(script)
+        if wanted is None:
+            return {}
+        lacking = packages.missing(wanted)
+        if lacking:
+            raise instruction.unsupported(
+                f"this host lacks the packages {' '.join(lacking)}, and a sandbox has no network: "
+                "install them here"
+            )
+        return {"APT_CONFIG": packages.OFFLINE_CONFIG}
 
     def _script(self, given: Heredoc, text: str) -> tuple[list[str] | None, bytes | None]:
         """What runs a RUN that is nothing but a heredoc: the shell, or what its #! says."""

@@ -28,6 +28,9 @@ WORKING = frozenset({"RUN", "COPY", "ADD"})
 BASE_IMAGES = frozenset({"scratch", "debian", "ubuntu", "bash", "buildpack-deps", "python"})
 """Images that the host's own system stands in for."""
 
+SHOWN = 80
+"""Characters of an instruction that an error shows."""
+
 _DIRECTIVE = re.compile(r"#\s*(\w+)\s*=\s*(\S+)\s*")
 _HEREDOC = re.compile(r"\d*<<(-?)(['\"]?)([A-Za-z_][\w.-]*)\2")
 
@@ -54,7 +57,9 @@ class Instruction:
     """The lines of the heredocs as they are written, with their ends."""
 
     def where(self) -> str:
-        return f"Dockerfile line {self.line}: {self.name} {self.text}"[:300]
+        text = " ".join(self.text.split())
+        shown = text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
+        return f"Dockerfile line {self.line}: {self.name} {shown}"
 
     def invalid(self, problem: object) -> DockerfileInvalid:
         return DockerfileInvalid(f"{self.where()}: {problem}")

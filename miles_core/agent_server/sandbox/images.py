@@ -151,7 +151,7 @@ class Images:
         try:
             return await build.follow(place)
         except SandboxUnsupported as error:
-            raise SandboxUnsupported(f"{error}; {_ADVICE}") from error
+            raise SandboxUnsupported(f"{error}; {_ADVICE}") from None
 
     @cached_property
     def _identity(self) -> str:
@@ -215,7 +215,7 @@ class Images:
                 return await self._make_layers(made, recipe, new_box), False
             except SandboxUnsupported as error:
                 if self._builder is None:
-                    raise SandboxUnsupported(f"{error}; {_ADVICE}") from error
+                    raise SandboxUnsupported(f"{error}; {_ADVICE}") from None
         assert self._builder is not None
         context = recipe.context.root if recipe.buildable else None
         return await self._builder.build(recipe.data, context, made / "root", digest), True

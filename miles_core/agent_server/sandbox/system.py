@@ -9,6 +9,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
+from miles_core.agent_server.sandbox import packages
 from miles_core.agent_server.sandbox.errors import SandboxError
 from miles_core.agent_server.sandbox.lookups import RESOLV_CONF
 
@@ -55,7 +56,8 @@ def make_base(target: Path) -> Path:
             (target / name).symlink_to(os.readlink(source).lstrip("/"))
         elif source.is_dir():
             raise SandboxError(f"/{name} is not a link into /usr: a merged /usr is needed")
-    (target / "var/lib/dpkg/status").touch()
+    if packages.STATUS.is_file():
+        shutil.copyfile(packages.STATUS, target / "var/lib/dpkg/status")
     (target / "var/run").symlink_to("/run")
     _make_etc(target / "etc")
     return target
@@ -79,6 +81,7 @@ def _make_etc(etc: Path) -> None:
     (etc / "hostname").write_text("sandbox\n")
     (etc / "apt").mkdir()
     (etc / "apt" / "sources.list").write_text("deb http://deb.debian.org/debian stable main\n")
+    (etc / packages.OFFLINE_CONFIG.removeprefix("/etc/")).write_text(packages.OFFLINE_TEXT)
     (etc / "resolv.conf").write_text(RESOLV_CONF)
 
 
