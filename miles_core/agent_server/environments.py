@@ -5,12 +5,19 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
+import subprocess
 from dataclasses import dataclass
 from typing import Any
 
 from miles_core.errors import UserError
 
 BUBBLEWRAP = "bubblewrap"
+CONTAINERS = {"docker": "Docker", "podman": "Podman"}
+"""Kinds whose environment is a class of ours over Harbor's."""
+COMPOSE = {
+    "docker": "Install Docker's compose plugin.",
+    "podman": "Install podman-compose 1.0.6 or newer (pip install podman-compose) on the PATH.",
+}
 OURS = "miles_core.agent_server.sandbox.environment:BubblewrapEnvironment"
 
 
@@ -26,14 +33,12 @@ class Sandbox:
     def bubblewrap(cls) -> Sandbox:
         return cls(BUBBLEWRAP, True, OURS)
 
-    def config(self, trial_id: str) -> dict[str, Any]:
+    def config(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """The fields of Harbor's EnvironmentConfig for one trial."""
-        if self.import_path is None:
-            return {"type": self.name}
-        return {
-            "import_path": self.import_path,
-            "kwargs": {"trial_id": trial_id} if self.ours else {},
-        }
+        place = (
+            {"type": self.name} if self.import_path is None else {"import_path": self.import_path}
+        )
+        return {**place, "kwargs": arguments}
 
 
 def find(name: str) -> Sandbox:
@@ -49,7 +54,26 @@ def find(name: str) -> Sandbox:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise UserError(f"--sandbox {name}: not one of {', '.join(known)}{hint}")
+    if name in CONTAINERS:
+        return _container(name)
     return Sandbox(name, False)
+
+
+def _container(name: str) -> Sandbox:
+    """A container engine of this host, whose tools are all there; raises UserError."""
+    from miles_core.agent_server import containers
+
+    made: type[containers.ContainerEnvironment] = getattr(containers, CONTAINERS[name])
+    try:
+        made.preflight()
+    except SystemExit as error:  # this is how Harbor says what is missing
+        raise UserError(f"--sandbox {name}: {error}") from error
+    command = made.runtime().compose_cmd("version")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        said = " ".join((done.stderr or done.stdout).split())[-300:]
+        raise UserError(f"--sandbox {name}: {' '.join(command)} fails: {said}", COMPOSE[name])
+    return Sandbox(name, False, f"{containers.__name__}:{made.__name__}")
 
 
 def _by_class(name: str) -> Sandbox:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import difflib
 import fcntl
 import importlib.metadata
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from miles_core.agent_server import environments
+from miles_core.agent_server.reaper import command
+from miles_core.agent_server.reaper.owner import open_owner
 from miles_core.errors import UserError
 from miles_core.serving import bind, exit_status, url_of, watch_parent, write_ready_file
 
@@ -90,6 +93,12 @@ def parser() -> argparse.ArgumentParser:
         default=20.0,
         help="disk that images of the bubblewrap sandbox may take, in 10^9 bytes (%(default)s)",
     )
+    add(
+        "--sweep",
+        choices=["dry-run", "now"],
+        help="start no server: list the sandboxes of --trials-dir that no running trial owns, "
+        "and end them (now) or nothing (dry-run)",
+    )
     add("--agent-config", type=Path, help="YAML with prompts and limits of mini-swe-agent")
     return made
 
@@ -97,6 +106,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
+        if args.sweep:
+            return command.sweep(args.trials_dir, args.sweep == "now")
         check(args)
         listener = bind(args.host, args.port, "--port")
         dashboard = (
@@ -180,6 +191,7 @@ def run(args: argparse.Namespace, listener: socket.socket, dashboard: socket.soc
     )
     settings.trials_dir.mkdir(parents=True, exist_ok=True)
     lock = lock_trials(settings.trials_dir)
+    settings = dataclasses.replace(settings, owner=open_owner(settings.trials_dir, sandbox.name))
     images = tree = None
     if sandbox.ours:
         tree = CgroupTree()
@@ -215,6 +227,7 @@ async def _serve(
     import uvicorn
 
     from miles_core.agent_server.app import make_app, make_dashboard
+    from miles_core.agent_server.reaper.reaper import open_reaper
     from miles_core.agent_server.retention import Retention
     from miles_core.agent_server.sandbox.errors import SandboxError
     from miles_core.agent_server.trials import TrialManager
@@ -230,6 +243,7 @@ async def _serve(
     manager.watchers.append(lambda record: retention.ended(record.trial_id))
     if lost:
         print(f"ended {len(lost)} trials that an earlier server left: server_restarted")
+    reaper = await open_reaper(settings.owner, manager.ids, settings.trial_timeout_s)
     token = os.environ.get(SECRET) or None
     app = make_app(settings, manager, health, token)
     servers = [_server(uvicorn, app)]
@@ -259,6 +273,7 @@ async def _serve(
         [asyncio.create_task(stop.wait()), *serving], return_when=asyncio.FIRST_COMPLETED
     )
     await manager.close()
+    await reaper.close()
     await retention.close()
     for server in servers:
         server.should_exit = True

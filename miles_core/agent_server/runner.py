@@ -23,7 +23,9 @@ from harbor.trial.trial import Trial
 from miles_core.agent_server import settings as bounds
 from miles_core.agent_server.agents import JOBS, choose, leftovers
 from miles_core.agent_server.agents.outcome import settle
+from miles_core.agent_server.containers import CONTAINERS
 from miles_core.agent_server.protocol import Phase, TrialRequest, TrialResult
+from miles_core.agent_server.reaper import kinds
 from miles_core.agent_server.sandbox.cgroups import CgroupTree
 from miles_core.agent_server.sandbox.environment import HOSTS, SandboxHost
 from miles_core.agent_server.sandbox.forks import Helpers
@@ -100,8 +102,9 @@ class Runner:
             nonlocal reached
             reached = PHASES[event.event]
             on_phase(reached)
+            environments = host.environments if host else CONTAINERS.get(trial_id, [])
+            await leftovers.enter(reached, job, environments, event.result)
             if host is not None:
-                await leftovers.enter(reached, job, host, event.result)
                 await host.enter(reached)
 
         async def leave(event: TrialHookEvent) -> None:
@@ -119,6 +122,7 @@ class Runner:
         finally:
             JOBS.pop(trial_id, None)
             HOSTS.pop(trial_id, None)
+            CONTAINERS.pop(trial_id, None)
             if host is not None:
                 await host.close()
         names = host.names if host is not None else {}
@@ -158,12 +162,14 @@ class Runner:
 
     def _config(self, trial_id: str, task: Task, agent: AgentConfig) -> TrialConfig:
         build = task.config.environment.build_timeout_sec
+        sandbox, lifetime = self.settings.sandbox, self.settings.trial_timeout_s
+        arguments = kinds.arguments(sandbox, self.settings.owner.id, trial_id, lifetime)
         return TrialConfig(
             task=TaskConfig(path=task.paths.task_dir),
             trial_name=trial_id,
             trials_dir=self.settings.trials_dir / trial_id / "harbor",
             agent=agent,
-            environment=EnvironmentConfig.model_validate(self.settings.sandbox.config(trial_id)),
+            environment=EnvironmentConfig.model_validate(sandbox.config(arguments)),
             verifier=VerifierConfig(max_timeout_sec=bounds.VERIFIER_LIMIT_S),
             environment_build_timeout_multiplier=min(1.0, bounds.BUILD_LIMIT_S / build),
         )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_core.agent_server.environments import Sandbox
+from miles_core.agent_server.reaper.owner import Owner
 
 BUILD_LIMIT_S = 240.0
 SETUP_LIMIT_S = 60.0
@@ -24,6 +25,8 @@ class ServerSettings:
     max_concurrent: int = 32
     sandbox: Sandbox = field(default_factory=Sandbox.bubblewrap)
     agent_config: dict[str, Any] = field(default_factory=dict)
+    owner: Owner = field(default_factory=lambda: Owner(""))
+    """Whose the sandboxes are: that of the trials directory."""
 
     @property
     def trial_timeout_s(self) -> float:

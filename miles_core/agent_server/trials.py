@@ -7,8 +7,6 @@ when it has ended. A trial with the first and without the second was running whe
 from __future__ import annotations
 
 import asyncio
-import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,6 +14,7 @@ from pathlib import Path
 
 import orjson
 
+from miles_core.agent_server.atomic import write_file
 from miles_core.agent_server.protocol import (
     Phase,
     TrialRequest,
@@ -189,6 +188,10 @@ class TrialManager:
         """The trials that have not ended, the oldest first, to be read and not changed."""
         return list(self._live.values())
 
+    def ids(self) -> list[str]:
+        """The ids of the trials that have not ended."""
+        return list(self._live)
+
     # ---- inside --------------------------------------------------------------------
 
     async def _run(self, record: Record) -> None:
@@ -271,14 +274,3 @@ class TrialManager:
     def _write(self, result: TrialResult) -> None:
         path = self._dir / result.trial_id / "result.json"
         write_file(path, result.model_dump_json(indent=2).encode())
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write beside the final name, sync, rename."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

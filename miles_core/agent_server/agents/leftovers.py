@@ -8,41 +8,59 @@ lives on beside the verifier; nor does a crowd that would leave the verifier no 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from harbor.environments.base import BaseEnvironment
 from harbor.models.trial.result import TrialResult as HarborResult
 
+from miles_core.agent_server.agents import container_processes
 from miles_core.agent_server.agents.job import AgentJob
 from miles_core.agent_server.agents.outcome import was_ended
+from miles_core.agent_server.containers import ContainerEnvironment
 from miles_core.agent_server.protocol import Phase
 from miles_core.agent_server.sandbox import processes
 from miles_core.agent_server.sandbox.environment import (
     PIDS,
     BubblewrapEnvironment,
-    SandboxHost,
 )
 
 CROWD = PIDS // 2
 """More processes than this are no work that an agent was asked for."""
 
 
-async def enter(phase: Phase, job: AgentJob, host: SandboxHost, harbor: HarborResult) -> None:
-    """Begin a phase of a trial in bubblewrap sandboxes; raises SandboxError."""
+async def enter(
+    phase: Phase, job: AgentJob, environments: Sequence[BaseEnvironment], harbor: HarborResult
+) -> None:
+    """Begin a phase of a trial in bubblewrap sandboxes or containers; raises SandboxError."""
     if phase is Phase.AGENT:
-        found = [await running(environment) for environment in host.environments]
+        found = [await running(environment) for environment in environments]
         job.before = frozenset().union(*found) - job.own
     elif phase is Phase.VERIFIER:
         ended = was_ended(job, harbor)
-        for environment in host.environments:
-            pid = _first(environment)
-            if pid is not None and (ended or len(await running(environment)) > CROWD):
-                await asyncio.to_thread(processes.end_members, pid, job.before)
+        for environment in environments:
+            await _end(environment, ended, job.before)
 
 
 async def running(environment: BaseEnvironment) -> frozenset[processes.Member]:
-    """The processes of an environment; none where they are not processes of this host."""
+    """The processes of an environment; none where they cannot be seen. Raises SandboxError."""
+    if isinstance(environment, ContainerEnvironment):
+        seen = environment.running
+        return await container_processes.members(environment) if seen else frozenset()
     pid = _first(environment)
     return frozenset() if pid is None else await asyncio.to_thread(processes.members, pid)
+
+
+async def _end(
+    environment: BaseEnvironment, ended: bool, before: frozenset[processes.Member]
+) -> None:
+    """End what an agent left, if it was ended or left a crowd."""
+    if isinstance(environment, ContainerEnvironment):
+        if ended and environment.running:
+            await container_processes.end_members(environment, before)
+        return
+    pid = _first(environment)
+    if pid is not None and (ended or len(await running(environment)) > CROWD):
+        await asyncio.to_thread(processes.end_members, pid, before)
 
 
 def _first(environment: BaseEnvironment) -> int | None:
