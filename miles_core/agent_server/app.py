@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import math
 import uuid
-from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
 from miles_core.agent_server.agents import JOBS
+from miles_core.agent_server.answers import Refused, error_answer, set_errors
 from miles_core.agent_server.body_limit import BodyLimit
+from miles_core.agent_server.callers import OwnCallers, bearer
 from miles_core.agent_server.dashboard.app import make_dashboard_app
 from miles_core.agent_server.dashboard.index import TrialIndex
 from miles_core.agent_server.dashboard.view import DashboardView
@@ -28,8 +27,9 @@ from miles_core.agent_server.protocol import (
     valid_id,
 )
 from miles_core.agent_server.queueing import QueueFull
+from miles_core.agent_server.retention import Retention
 from miles_core.agent_server.settings import ServerSettings
-from miles_core.agent_server.tasks import TaskSet
+from miles_core.agent_server.tasks import TaskSet, TasksGone
 from miles_core.agent_server.trials import TrialManager, UnknownTrial
 
 LONGEST_WAIT_S = 120.0
@@ -42,18 +42,6 @@ class FlushRequest(BaseModel):
     """Which trainer's trials to end."""
 
     session_server_instance_id: str
-
-
-class Refused(Exception):
-    """An answer with an error status."""
-
-    def __init__(self, status: int, code: str, message: str) -> None:
-        super().__init__(message)
-        self.status, self.code, self.message = status, code, message
-
-
-def _error(status: int, code: str, message: str) -> JSONResponse:
-    return JSONResponse({"error": {"code": code, "message": message}}, status_code=status)
 
 
 def _checked_id(trial_id: str) -> str:
@@ -70,13 +58,16 @@ def make_app(
     manager: TrialManager,
     health: dict[str, Any],
     token: str | None,
+    bound: str,
 ) -> FastAPI:
-    """The application; `health` holds the parts of its answer that do not change."""
-    app = FastAPI(title="Miles Flow agent server", docs_url=None, redoc_url=None)
+    """The application; `health` holds the parts of its answer that do not change, and `bound` is
+    the address that it is served on."""
+    app = FastAPI(title="Miles Flow agent server", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(BodyLimit, limit=BODY_LIMIT)
+    app.add_middleware(OwnCallers, token=token, bound=bound)
     tasks = TaskSet(settings.tasks_dir)
     _add_health(app, manager, tasks, health)
-    secured = APIRouter(dependencies=[Depends(_bearer(token))])
+    secured = APIRouter(dependencies=[Depends(bearer(token))])
     _add_trials(secured, manager)
     _add_run(secured, manager)
 
@@ -93,19 +84,6 @@ def make_app(
     return app
 
 
-def _bearer(token: str | None) -> Callable[[Request], Awaitable[None]]:
-    """A check of a request's bearer token; without a token every request passes."""
-
-    async def authorised(request: Request) -> None:
-        if token is None:
-            return
-        given = request.headers.get("authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
-            raise Refused(401, "unauthorized", "this route needs the server's bearer token")
-
-    return authorised
-
-
 def _add_health(
     app: FastAPI, manager: TrialManager, tasks: TaskSet, health: dict[str, Any]
 ) -> None:
@@ -114,12 +92,16 @@ def _add_health(
     @app.get("/health")
     async def get_health() -> Health:
         running, queued = manager.counts()
+        try:
+            found = len(tasks.ids())
+        except TasksGone:
+            found = 0
         return Health(
             status="stopping" if manager.stopping.is_set() else "ready",
             instance_id=instance_id,
             running=running,
             queued=queued,
-            tasks_found=len(tasks.ids()),
+            tasks_found=found,
             **health,
         )
 
@@ -167,38 +149,40 @@ def _add_run(router: APIRouter, manager: TrialManager) -> None:
 
 
 def _add_errors(app: FastAPI) -> None:
-    @app.exception_handler(Refused)
-    async def on_refused(request: Request, error: Refused) -> JSONResponse:
-        return _error(error.status, error.code, error.message)
+    set_errors(app)
 
     @app.exception_handler(QueueFull)
     async def on_full(request: Request, error: QueueFull) -> JSONResponse:
-        answer = _error(429, "queue_full", str(error))
-        answer.headers["retry-after"] = str(math.ceil(error.retry_s))
-        return answer
+        headers = {"retry-after": str(math.ceil(error.retry_s))}
+        return error_answer(429, "queue_full", str(error), headers)
 
     @app.exception_handler(UnknownTrial)
     async def on_unknown(request: Request, error: UnknownTrial) -> JSONResponse:
-        return _error(404, "unknown_trial", f"no trial {error} here")
+        return error_answer(404, "unknown_trial", f"no trial {error} here")
 
-    @app.exception_handler(RequestValidationError)
-    async def on_invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        return _error(422, "invalid_request", f"{place}: {first['msg']}")
+    @app.exception_handler(TasksGone)
+    async def on_gone(request: Request, error: TasksGone) -> JSONResponse:
+        return error_answer(503, "tasks_dir_gone", str(error))
+
+
+def make_view(
+    settings: ServerSettings, manager: TrialManager, retention: Retention, health: dict[str, Any]
+) -> DashboardView:
+    """What the dashboard shows; it follows what ends and what is removed."""
+    index = TrialIndex(settings.trials_dir)
+    retention.watchers.append(index.remove)
+    return DashboardView(manager, index, health, JOBS)
 
 
 def make_dashboard(
     app: FastAPI,
     settings: ServerSettings,
-    manager: TrialManager,
-    health: dict[str, Any],
+    view: DashboardView,
     token: str | None,
+    bound: str,
 ) -> FastAPI:
     """The application of the dashboard port: its page and data, and the health of the server."""
-    index = TrialIndex(settings.trials_dir)
-    view = DashboardView(manager, index, health, JOBS)
-    dashboard = make_dashboard_app(view, settings.trials_dir, token)
+    dashboard = make_dashboard_app(view, settings.trials_dir, token, bound)
     dashboard.router.routes.extend(
         route for route in app.router.routes if getattr(route, "path", None) == "/health"
     )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 
-from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from miles_core.agent_server.answers import error_answer
 
 
 class _TooLarge(Exception):
@@ -49,5 +50,4 @@ class BodyLimit:
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
         message = f"a request may have {self._limit} bytes"
-        error = {"error": {"code": "request_too_large", "message": message}}
-        await JSONResponse(error, status_code=413)(scope, receive, send)
+        await error_answer(413, "request_too_large", message)(scope, receive, send)

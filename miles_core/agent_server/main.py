@@ -20,10 +20,13 @@ from miles_core.agent_server import environments
 from miles_core.agent_server.reaper import command
 from miles_core.agent_server.reaper.owner import open_owner
 from miles_core.errors import UserError
-from miles_core.serving import bind, exit_status, url_of, watch_parent, write_ready_file
+from miles_core.serving import PortInUse, bind, exit_status, url_of, watch_parent, write_ready_file
 
 SECRET = "HARBOR_ADMIN_SECRET"
+TASKS = "HARBOR_TASKS_DIR"
 GIGABYTE = 1e9
+MOST = 10_000_000
+"""Of every number that is given: 115 days in seconds, ten petabytes in gigabytes."""
 LOCK_WAIT_S = 5.0
 """How long a server that is just ending may still hold its trials directory."""
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -72,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--tasks-dir",
         type=Path,
-        default=os.environ.get("HARBOR_TASKS_DIR"),
+        default=os.environ.get(TASKS) or None,
         help="one Harbor task directory per id (default: HARBOR_TASKS_DIR)",
     )
     add(
@@ -110,15 +113,21 @@ def main(argv: list[str] | None = None) -> int:
             return command.sweep(args.trials_dir, args.sweep == "now")
         check(args)
         listener = bind(args.host, args.port, "--port")
-        dashboard = (
-            bind(args.host, args.dashboard_port, "--dashboard-port")
-            if args.dashboard_port
-            else None
-        )
-        return run(args, listener, dashboard)
+        return run(args, listener, bind_dashboard(args.host, args.dashboard_port))
     except UserError as error:
         print(f"miles-agent-server: {error}", file=sys.stderr)
         return exit_status(error)
+
+
+def bind_dashboard(host: str, port: int) -> socket.socket | None:
+    """The listening socket of the dashboard, where 0 means that there is none; raises UserError."""
+    if port == 0:
+        return None
+    try:
+        return bind(host, port, "--dashboard-port")
+    except PortInUse as error:
+        fix = "Choose another with --dashboard-port, or leave it out: then there is no page."
+        raise PortInUse(error.message, fix) from error
 
 
 def check(args: argparse.Namespace) -> None:
@@ -126,10 +135,21 @@ def check(args: argparse.Namespace) -> None:
     if args.tasks_dir is None:
         raise UserError("no tasks: give --tasks-dir DIR or set HARBOR_TASKS_DIR")
     if not args.tasks_dir.is_dir():
-        raise UserError(f"--tasks-dir {args.tasks_dir}: no such directory; name the Harbor tasks")
+        named = str(args.tasks_dir) == os.environ.get(TASKS)
+        raise UserError(
+            f"{TASKS if named else '--tasks-dir'} {args.tasks_dir}: no such directory",
+            "Name a folder of Harbor tasks with --tasks-dir.",
+        )
     for name in ("max_concurrent", "agent_timeout", "images_cache_gb"):
-        if getattr(args, name) <= 0:
-            raise UserError(f"--{name.replace('_', '-')} must be above 0")
+        value = getattr(args, name)
+        if not 0 < value <= MOST:
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(f"{flag} {value} must be above 0 and at most {MOST}")
+    if args.port == args.dashboard_port != 0:
+        raise UserError(
+            f"--port and --dashboard-port are both {args.port}",
+            "The page needs a port of its own; without --dashboard-port there is no page.",
+        )
     if args.keep_trials < args.max_concurrent:
         raise UserError(
             f"--keep-trials {args.keep_trials} is below --max-concurrent {args.max_concurrent}: "
@@ -142,6 +162,10 @@ def check(args: argparse.Namespace) -> None:
             f"--host {args.host} is reachable from other machines: set {SECRET} to a bearer token, "
             "or listen on 127.0.0.1"
         )
+    try:
+        args.trials_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--trials-dir {args.trials_dir}: {error.strerror or error}") from error
 
 
 def lock_trials(directory: Path) -> IO[str]:
@@ -189,7 +213,6 @@ def run(args: argparse.Namespace, listener: socket.socket, dashboard: socket.soc
         sandbox=sandbox,
         agent_config=agent_config,
     )
-    settings.trials_dir.mkdir(parents=True, exist_ok=True)
     lock = lock_trials(settings.trials_dir)
     settings = dataclasses.replace(settings, owner=open_owner(settings.trials_dir, sandbox.name))
     images = tree = None
@@ -226,7 +249,7 @@ async def _serve(
 ) -> None:
     import uvicorn
 
-    from miles_core.agent_server.app import make_app, make_dashboard
+    from miles_core.agent_server.app import make_app, make_dashboard, make_view
     from miles_core.agent_server.reaper.reaper import open_reaper
     from miles_core.agent_server.retention import Retention
     from miles_core.agent_server.sandbox.errors import SandboxError
@@ -245,11 +268,12 @@ async def _serve(
         print(f"ended {len(lost)} trials that an earlier server left: server_restarted")
     reaper = await open_reaper(settings.owner, manager.ids, settings.trial_timeout_s)
     token = os.environ.get(SECRET) or None
-    app = make_app(settings, manager, health, token)
+    app = make_app(settings, manager, health, token, args.host)
     servers = [_server(uvicorn, app)]
     sockets = [listener]
     if dashboard is not None:
-        servers.append(_server(uvicorn, make_dashboard(app, settings, manager, health, token)))
+        view = make_view(settings, manager, retention, health)
+        servers.append(_server(uvicorn, make_dashboard(app, settings, view, token, args.host)))
         sockets.append(dashboard)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

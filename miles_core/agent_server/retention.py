@@ -12,6 +12,7 @@ import contextlib
 import os
 import shutil
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 from miles_core.agent_server.protocol import valid_id
@@ -27,6 +28,8 @@ class Retention:
         self._keep = keep
         self._ended: deque[str] = deque()
         self._work: set[asyncio.Task[None]] = set()
+        self.watchers: list[Callable[[str], None]] = []
+        """Called with the id of each trial that is removed."""
 
     def open(self) -> None:
         """Take over what is there, the oldest first, and remove what is too much."""
@@ -52,6 +55,8 @@ class Retention:
             with contextlib.suppress(FileNotFoundError):
                 os.replace(self._root / trial_id, hidden)
                 self._remove(hidden)
+            for watcher in self.watchers:
+                watcher(trial_id)
 
     def _remove(self, directory: Path) -> None:
         task = asyncio.create_task(asyncio.to_thread(shutil.rmtree, directory, True))

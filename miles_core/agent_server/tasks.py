@@ -37,6 +37,13 @@ class TaskProblem(Exception):
         self.cause = cause
 
 
+class TasksGone(TaskProblem):
+    """The tasks directory was there when the server was started, and is not now."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(Cause.TASK_INVALID, f"tasks_dir gone: {root} is no directory any more")
+
+
 @dataclass(frozen=True)
 class TaskSet:
     """The tasks directory."""
@@ -44,10 +51,14 @@ class TaskSet:
     root: Path
 
     def ids(self) -> list[str]:
-        """Every id with a directory that holds a task.toml."""
+        """Every id with a directory that holds a task.toml; raises TasksGone."""
+        try:
+            entries = list(self.root.iterdir())
+        except OSError as error:
+            raise TasksGone(self.root) from error
         return sorted(
             entry.name
-            for entry in self.root.iterdir()
+            for entry in entries
             if valid_id(entry.name) and (entry / "task.toml").is_file()
         )
 
@@ -58,6 +69,8 @@ class TaskSet:
                 Cause.TASK_NOT_FOUND,
                 f"{instance_id!r} is not a task id (letters, digits, '.', '_' and '-')",
             )
+        if not self.root.is_dir():
+            raise TasksGone(self.root)
         directory = self.root / instance_id
         if not directory.is_dir():
             raise TaskProblem(Cause.TASK_NOT_FOUND, f"no task {instance_id!r} in {self.root}")

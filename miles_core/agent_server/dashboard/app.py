@@ -1,16 +1,13 @@
 """The routes of the dashboard: the page and its data. All of them are GET; none changes anything.
 
 The page itself holds no data and is open. Its data need the bearer token of the server when there
-is one. Without one, only a request for a loopback address is answered: a page elsewhere that made
-its own name resolve to this machine could read the data otherwise.
+is one; without one, `callers.py` says who is answered.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import hmac
-import ipaddress
 import time
 from collections.abc import Awaitable, Callable
 from importlib import resources
@@ -20,11 +17,13 @@ from typing import Annotated, Any
 import orjson
 from fastapi import Depends, FastAPI, Query, Request, Response
 from fastapi import Path as PathPart
-from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field
 
+from miles_core.agent_server.answers import Refused, set_errors
+from miles_core.agent_server.callers import OwnCallers, bearer
 from miles_core.agent_server.dashboard.clean import Cleaner
 from miles_core.agent_server.dashboard.detail import TrialFiles, detail
+from miles_core.agent_server.dashboard.index import MOST_TRIALS
 from miles_core.agent_server.dashboard.view import DashboardView
 from miles_core.agent_server.protocol import Phase, TrialState, valid_id
 from miles_core.verdicts import Cause, VerdictKind
@@ -54,7 +53,7 @@ class ListQuery(BaseModel):
     kind: VerdictKind | None = None
     cause: Cause | None = None
     task: str = Field("", max_length=200)
-    offset: int = Field(0, ge=0)
+    offset: int = Field(0, ge=0, le=MOST_TRIALS)
     limit: int = Field(50, ge=1, le=200)
 
 
@@ -64,32 +63,17 @@ class TasksQuery(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     task: str = Field("", max_length=200)
-    offset: int = Field(0, ge=0)
+    offset: int = Field(0, ge=0, le=MOST_TRIALS)
     limit: int = Field(50, ge=1, le=200)
 
 
-class NoAnswer(Exception):
-    """An answer with an error status."""
-
-    def __init__(self, status: int, code: str, message: str) -> None:
-        super().__init__(message)
-        self.status, self.code, self.message = status, code, message
-
-
-def make_dashboard_app(view: DashboardView, trials_dir: Path, token: str | None) -> FastAPI:
-    """The application of the dashboard port."""
+def make_dashboard_app(
+    view: DashboardView, trials_dir: Path, token: str | None, bound: str
+) -> FastAPI:
+    """The application of the dashboard port, served on the address `bound`."""
     app = FastAPI(title="Miles Flow dashboard", docs_url=None, redoc_url=None, openapi_url=None)
-
-    async def allowed(request: Request) -> None:
-        if token is None:
-            if not _loopback(request.headers.get("host", "")):
-                raise NoAnswer(403, "forbidden_host", "ask for 127.0.0.1, or set a bearer token")
-            return
-        given = request.headers.get("authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
-            raise NoAnswer(401, "unauthorized", "this route needs the server's bearer token")
-
-    secured = [Depends(allowed)]
+    app.add_middleware(OwnCallers, token=token, bound=bound)
+    secured = [Depends(bearer(token))]
 
     @app.get("/api/overview", dependencies=secured)
     async def get_overview(request: Request) -> Response:
@@ -106,10 +90,10 @@ def make_dashboard_app(view: DashboardView, trials_dir: Path, token: str | None)
     @app.get("/api/trials/{trial_id}", dependencies=secured)
     async def get_trial(request: Request, trial_id: Annotated[str, PathPart()]) -> Response:
         if not valid_id(trial_id):
-            raise NoAnswer(422, "invalid_trial_id", "this cannot name a trial")
+            raise Refused(422, "invalid_trial_id", "this cannot name a trial")
         row = view.row(trial_id)
         if row is None:
-            raise NoAnswer(404, "unknown_trial", "no such trial here")
+            raise Refused(404, "unknown_trial", "no such trial here")
         shown, secrets = view.request(trial_id)
 
         def read() -> tuple[str, bytes | None]:
@@ -123,7 +107,7 @@ def make_dashboard_app(view: DashboardView, trials_dir: Path, token: str | None)
         return _tagged(*await asyncio.to_thread(read))
 
     _serve_page(app)
-    _set_errors(app)
+    set_errors(app)
 
     @app.middleware("http")
     async def headers(
@@ -155,23 +139,6 @@ def _serve_page(app: FastAPI) -> None:
         app.add_route("/" if name == "index.html" else f"/{name}", get, methods=["GET"])
 
 
-def _set_errors(app: FastAPI) -> None:
-    @app.exception_handler(NoAnswer)
-    async def on_no_answer(request: Request, error: NoAnswer) -> Response:
-        return _error(error.status, error.code, error.message)
-
-    @app.exception_handler(RequestValidationError)
-    async def on_invalid(request: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        return _error(422, "invalid_request", f"{place}: {first['msg']}")
-
-
-def _error(status: int, code: str, message: str) -> Response:
-    body = orjson.dumps({"error": {"code": code, "message": message}})
-    return Response(body, status, media_type="application/json")
-
-
 def _answer(request: Request, value: Any) -> Response:
     """A JSON answer, or 304 when the caller has it already."""
     body = orjson.dumps(value)
@@ -192,15 +159,3 @@ def _tag(data: bytes) -> str:
 def _known(request: Request, tag: str) -> bool:
     given = request.headers.get("if-none-match", "")
     return tag in [one.strip().removeprefix("W/") for one in given.split(",")]
-
-
-def _loopback(host: str) -> bool:
-    """Whether a Host header names this machine alone."""
-    name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
-    name = name.strip("[]").lower()
-    if name == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False

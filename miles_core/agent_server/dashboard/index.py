@@ -41,24 +41,29 @@ class EndedTrial:
 
 
 @dataclass
-class TaskCounts:
-    """How the trials of one task ended; `scored` are those that have a reward."""
+class Counts:
+    """How some trials ended; `scored` are those that have a reward."""
 
     ended: int = 0
     scored: int = 0
     reward_sum: float = 0.0
     no_verdict: int = 0
-    last_ended_at: float = 0.0
+
+    def count(self, trial: EndedTrial, n: int) -> None:
+        """Add a trial (`n` is 1) or take one away (-1)."""
+        self.ended += n
+        if trial.kind == "no_verdict":
+            self.no_verdict += n
+        else:
+            self.scored += n
+            self.reward_sum += n * (trial.reward or 0.0)
 
 
 @dataclass
-class Minute:
-    """How the trials of one minute ended; `scored` are those that have a reward."""
+class TaskCounts(Counts):
+    """How the trials of one task ended."""
 
-    ended: int = 0
-    scored: int = 0
-    reward_sum: float = 0.0
-    no_verdict: int = 0
+    last_ended_at: float = 0.0
 
 
 class TrialIndex:
@@ -74,7 +79,9 @@ class TrialIndex:
         """Directories of older trials that are not in the index."""
         self.verdicts: Counter[tuple[str, str | None]] = Counter()
         self.tasks: dict[str, TaskCounts] = {}
-        self.minutes: dict[int, Minute] = {}
+        self.minutes: dict[int, Counts] = {}
+        """What ended in each minute of the last hour, also what is not listed any more."""
+        self._gone: set[str] = set()
 
     def load(self) -> None:
         """Begin to read the trials directory, unless that was begun; needs a running loop."""
@@ -85,21 +92,37 @@ class TrialIndex:
         made = await asyncio.to_thread(read_all, self._dir, self._most)
         for trial in self._trials.values():  # those that ended in the meantime
             made.add(trial)
+        for trial_id in self._gone:
+            made._drop(trial_id)
+        self._gone.clear()
         self._trials, self.left_out = made._trials, made.left_out
         self.verdicts, self.tasks, self.minutes = made.verdicts, made.tasks, made.minutes
         self.loaded = True
 
     def add(self, trial: EndedTrial) -> None:
         """Put a trial at the new end; the oldest goes when there are too many."""
-        known = self._trials.pop(trial.trial_id, None)
+        known = self._drop(trial.trial_id)
         if known is not None:
-            self._count(known, -1)
+            self._count_minute(known, -1)
         self._trials[trial.trial_id] = trial
         self._count(trial, 1)
+        self._count_minute(trial, 1)
         if len(self._trials) > self._most:
-            oldest = next(iter(self._trials))
-            self._count(self._trials.pop(oldest), -1)
+            self._drop(next(iter(self._trials)))
             self.left_out += 1
+
+    def remove(self, trial_id: str) -> None:
+        """Take out a trial whose files were removed."""
+        if self._drop(trial_id) is None and self.left_out:
+            self.left_out -= 1
+        if self._loading is not None and not self.loaded:
+            self._gone.add(trial_id)  # it may be on its way from the disk
+
+    def _drop(self, trial_id: str) -> EndedTrial | None:
+        known = self._trials.pop(trial_id, None)
+        if known is not None:
+            self._count(known, -1)
+        return known
 
     def get(self, trial_id: str) -> EndedTrial | None:
         return self._trials.get(trial_id)
@@ -112,26 +135,16 @@ class TrialIndex:
 
     def _count(self, trial: EndedTrial, n: int) -> None:
         self.verdicts[(trial.kind, trial.cause)] += n
-        reward = trial.reward if trial.reward is not None else 0.0
-        scored, missing = (n, 0) if trial.kind != "no_verdict" else (0, n)
         task = self.tasks.setdefault(trial.task or "", TaskCounts())
-        task.ended += n
-        task.scored += scored
-        task.reward_sum += n * reward
-        task.no_verdict += missing
+        task.count(trial, n)
         task.last_ended_at = max(task.last_ended_at, trial.ended_at)
         if task.ended == 0:
             del self.tasks[trial.task or ""]
+
+    def _count_minute(self, trial: EndedTrial, n: int) -> None:
         number, now = int(trial.ended_at // 60), int(time.time() // 60)
-        if n > 0 and not now - MINUTES < number <= now + 1:
-            return
-        minute = self.minutes.get(number) if n < 0 else self.minutes.setdefault(number, Minute())
-        if minute is None:
-            return
-        minute.ended += n
-        minute.scored += scored
-        minute.reward_sum += n * reward
-        minute.no_verdict += missing
+        if number in self.minutes or (n > 0 and now - MINUTES < number <= now + 1):
+            self.minutes.setdefault(number, Counts()).count(trial, n)
         for old in [key for key in self.minutes if key <= now - MINUTES]:
             del self.minutes[old]
 
