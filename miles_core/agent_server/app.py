@@ -20,6 +20,7 @@ from miles_core.agent_server.dashboard.index import TrialIndex
 from miles_core.agent_server.dashboard.view import DashboardView
 from miles_core.agent_server.protocol import (
     Health,
+    Name,
     TrialRequest,
     TrialResult,
     TrialState,
@@ -41,7 +42,7 @@ DISCONNECT_CHECK_S = 1.0
 class FlushRequest(BaseModel):
     """Which trainer's trials to end."""
 
-    session_server_instance_id: str
+    session_server_instance_id: Name
 
 
 def _checked_id(trial_id: str) -> str:
@@ -121,7 +122,7 @@ def _add_trials(router: APIRouter, manager: TrialManager) -> None:
 
     @router.get("/trials/{trial_id}")
     async def get_trial(
-        trial_id: TrialId, wait: Annotated[float, Query(ge=0)] = 0.0
+        trial_id: TrialId, wait: Annotated[float, Query(ge=0, allow_inf_nan=False)] = 0.0
     ) -> TrialStatus:
         return await manager.wait(trial_id, min(wait, LONGEST_WAIT_S))
 

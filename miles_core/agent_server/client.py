@@ -15,6 +15,7 @@ import httpx
 from pydantic import ValidationError
 
 from miles_core.agent_server.protocol import (
+    MOST_SECONDS,
     Health,
     TrialRequest,
     TrialResult,
@@ -138,7 +139,7 @@ class AgentServerClient:
                 if known:
                     status = await self.wait(trial_id, min(30.0, left, request.lease_s / 2))
                 else:
-                    asked = request.model_copy(update={"deadline_s": left})
+                    asked = request.model_copy(update={"deadline_s": min(left, MOST_SECONDS)})
                     status = await self.start(trial_id, asked)
             except AgentServerUnreachable:
                 now = time.monotonic()

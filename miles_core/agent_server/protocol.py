@@ -5,11 +5,13 @@ This module needs pydantic alone, so that a client runs where neither Harbor nor
 
 from __future__ import annotations
 
+import json
 import re
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from miles_core.verdicts import Cause, Verdict, VerdictKind
 
@@ -32,33 +34,97 @@ def valid_id(value: str) -> bool:
     return len(value) <= MAX_ID_LENGTH and _ID.fullmatch(value) is not None
 
 
+MOST_SECONDS = 10_000_000.0
+"""Of every time that a request names."""
+MOST_COUNT = 2**31 - 1
+PARAMS_LIMIT = 64 << 10
+"""Bytes of the sampling parameters as JSON."""
+RESERVED_PARAMS = ("messages", "model", "stream", "tools")
+"""What the agent itself says in a model call, and no sampling parameter may."""
+
+_NUMBERS = {"temperature": (0.0, 100.0), "top_p": (0.0, 1.0), "max_tokens": (1, MOST_COUNT)}
+"""Sampling parameters whose bounds are known."""
+
+
+def _checked_url(value: str) -> str:
+    """An address that can be called, or ValueError; its text is in no error, as it is a secret."""
+    try:
+        url = urlsplit(value)
+        whole = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:  # of its port or the brackets of its host
+        whole = False
+    if not whole:
+        raise ValueError("it must be http://HOST:PORT/...")
+    if not value.isascii() or any(ord(letter) <= 32 or ord(letter) == 127 for letter in value):
+        raise ValueError("it has a space or a character that no URL has")
+    return value
+
+
+def _checked_params(value: dict[str, Any]) -> dict[str, Any]:
+    """Sampling parameters that can be sent as JSON, or ValueError."""
+    try:
+        size = len(json.dumps(value, allow_nan=False, ensure_ascii=False).encode())
+    except (ValueError, RecursionError) as error:
+        raise ValueError("they must be JSON of finite numbers and Unicode text") from error
+    if size > PARAMS_LIMIT:
+        raise ValueError(f"they have more than {PARAMS_LIMIT} bytes")
+    _check_depth(value, 8)
+    for name in RESERVED_PARAMS:
+        if name in value:
+            raise ValueError(f"{name} is no sampling parameter")
+    for name, (least, most) in _NUMBERS.items():
+        given = value.get(name)
+        if given is None:
+            continue
+        if type(given) not in (int, float) or not least <= given <= most:
+            raise ValueError(f"{name} must be a number from {least} to {most}")
+    return value
+
+
+def _check_depth(value: Any, depth: int) -> None:
+    """Raise ValueError for what is nested deeper than `depth`, or has numbers beyond 64 bits."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError("they have a number beyond 64 bits")
+    if isinstance(value, (dict, list)):
+        if depth == 0:
+            raise ValueError("they are nested too deep")
+        for item in value.values() if isinstance(value, dict) else value:
+            _check_depth(item, depth - 1)
+
+
+Seconds = Annotated[float, Field(gt=0, le=MOST_SECONDS, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1, le=MOST_COUNT)]
+Name = Annotated[str, Field(max_length=1000)]
+Url = Annotated[str, Field(max_length=4000), AfterValidator(_checked_url)]
+Params = Annotated[dict[str, Any], AfterValidator(_checked_params)]
+
+
 class TrialRequest(BaseModel):
     """One trial: which task, which agent, and the model endpoint that the agent calls.
 
     Keys that are not listed are kept as metadata (`model_extra`).
     """
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", hide_input_in_errors=True)
 
-    instance_id: str = Field(description="Names a directory under the tasks directory")
-    agent_name: str = "mini-swe-agent"
-    base_url: str | None = Field(None, description="OpenAI-compatible URL of the session")
-    model: str = "openai/policy"
-    sampling_params: dict[str, Any] = Field(default_factory=dict)
-    max_seq_len: int | None = Field(None, ge=1)
-    max_turns: int | None = Field(None, ge=1)
-    lease_s: float = Field(
-        120.0, gt=0, description="Seconds without a request for it after which a trial is ended"
+    instance_id: Name = Field(description="Names a directory under the tasks directory")
+    agent_name: Name = "mini-swe-agent"
+    base_url: Url | None = Field(None, description="OpenAI-compatible URL of the session")
+    model: Name = Field("openai/policy", min_length=1)
+    sampling_params: Params = Field(default_factory=dict)
+    max_seq_len: Count | None = None
+    max_turns: Count | None = None
+    lease_s: Seconds = Field(
+        120.0, description="Seconds without a request for it after which a trial is ended"
     )
-    deadline_s: float | None = Field(
+    deadline_s: Seconds | None = Field(
         None,
-        gt=0,
         description="Seconds after which the caller gives up: a trial that would wait longer in "
         "the queue is refused (429)",
     )
-    session_server_id: str | None = None
-    session_server_instance_id: str | None = None
-    trial_id: str | None = Field(None, description="Used by POST /run; default: a new one")
+    session_server_id: Name | None = None
+    session_server_instance_id: Name | None = None
+    trial_id: Name | None = Field(None, description="Used by POST /run; default: a new one")
 
 
 class TrialState(StrEnum):

@@ -117,7 +117,6 @@ class TrialManager:
         self._queue.check(len(self._live), request.deadline_s)
         now = time.monotonic()
         record = Record(trial_id, request, now, now)
-        self._live[trial_id] = record
         started = {
             "trial_id": trial_id,
             "instance_id": request.instance_id,
@@ -127,6 +126,7 @@ class TrialManager:
             "request": request.model_dump(include=SHOWN, exclude_none=True),
         }
         write_file(self._dir / trial_id / "started.json", orjson.dumps(started))
+        self._live[trial_id] = record
         record.task = asyncio.create_task(self._run(record), name=f"trial-{trial_id}")
         record.task.add_done_callback(lambda task: self._ended(record))
         return self._status(record)

@@ -87,9 +87,8 @@ def test_a_wrong_setting_of_mini_swe_agent_is_named_with_the_right_one(tmp_path:
 def test_addresses() -> None:
     assert relayed("http://[::1]/v1") == (80, "::1", 80)
     assert inside("http://[::1]/v1?a=b") == "http://127.0.0.1:80/v1?a=b"
-    for wrong in ("https://host:1/v1", "http://host:99999/v1", "host:1/v1", "http://:5/v1"):
-        with pytest.raises(TaskProblem, match="base_url"):
-            choose.relays(request("mini-swe-agent", base_url=wrong))
+    with pytest.raises(TaskProblem, match="base_url"):
+        choose.relays(request("mini-swe-agent", base_url="https://host:1/v1"))
 
 
 ALONE = """import sys, miles_core.agent_server.runner
