@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import time
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 
 pytest.importorskip("harbor")
-import agent_server_helpers  # noqa: E402
+from agent_dashboard_helpers import Watched, end  # noqa: E402
 from agent_scripted_model import DONE, ScriptedModel, bash, error  # noqa: E402
-from agent_server_helpers import SECRET, Server, make_task  # noqa: E402
+from agent_server_helpers import SECRET, make_task  # noqa: E402
 
 from miles_core.agent_server.dashboard.app import PAGE  # noqa: E402
 from miles_core.agent_server.protocol import TrialRequest  # noqa: E402
@@ -34,39 +31,6 @@ echo 'the token is {SECRET}'
 ln -s /etc/passwd /logs/verifier/test-stderr.txt
 exit 1
 """
-
-
-def free_port() -> int:
-    with socket.socket() as place:
-        place.bind(("127.0.0.1", 0))
-        return place.getsockname()[1]
-
-
-class Watched(Server):
-    """A server with a dashboard; `get` asks the dashboard."""
-
-    def __init__(self, root: Path, tasks: Path, *flags: str) -> None:
-        self.dashboard = free_port()
-        super().__init__(root, tasks, "--dashboard-port", str(self.dashboard), *flags)
-
-    def ask(self, path: str, method: str = "GET", **headers: str) -> httpx.Response:
-        given = {"authorization": f"Bearer {SECRET}", **headers}
-        url = f"http://127.0.0.1:{self.dashboard}{path}"
-        return httpx.request(method, url, headers=given, timeout=30, trust_env=False)
-
-    def get(self, path: str) -> Any:
-        answer = self.ask(path)
-        assert answer.status_code == 200, answer.text
-        return answer.json()
-
-    def ids(self, query: str = "") -> list[str]:
-        return [trial["trial_id"] for trial in self.get(f"/api/trials?{query}")["trials"]]
-
-    def until_loaded(self) -> None:
-        end = time.monotonic() + 60
-        while not self.get("/api/overview")["loaded"]:
-            assert time.monotonic() < end, "the index was not loaded"
-            time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -86,23 +50,6 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         yield server
     finally:
         server.stop()
-
-
-def end(server: Server, trial_id: str, task: str, agent: str, script: list | None = None) -> None:
-    """One trial to its end."""
-    model = ScriptedModel(script) if script else None
-    try:
-        request = TrialRequest(
-            instance_id=task,
-            agent_name=agent,
-            base_url=model.url if model else None,
-            sampling_params={"temperature": 0.5},
-            max_turns=7,
-        )
-        server.call(lambda client: client.run(trial_id, request, 120.0))
-    finally:
-        if model:
-            model.close()
 
 
 def test_overview_counts_trials_by_verdict_and_minute(watched: Watched) -> None:
@@ -299,17 +246,15 @@ def test_the_index_is_rebuilt_after_a_restart(watched: Watched) -> None:
     assert watched.get("/api/trials/mini")["request"]["max_turns"] == 7
 
 
-def test_without_a_token_only_this_machine_is_answered(
-    tmp_path: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(agent_server_helpers, "SECRET", "")
-    server = Watched(tmp_path, tasks)
+def test_a_trial_that_is_no_longer_kept_leaves_the_list(tmp_path: Path, tasks: Path) -> None:
+    server = Watched(tmp_path, tasks, "--keep-trials", "2", "--max-concurrent", "1")
     try:
-        for host in ("127.0.0.1", "localhost:1", "[::1]:80"):
-            assert server.ask("/api/overview", authorization="", host=host).status_code == 200
-        for host in ("evil.example", "127.0.0.1.evil.example:80", "", "10.0.0.1"):
-            answer = server.ask("/api/overview", authorization="", host=host)
-            assert answer.status_code == 403 or host == "", host
-            assert answer.status_code != 200
+        server.until_loaded()
+        for name in ("one", "two", "three"):
+            end(server, name, "answer", "nop")
+        assert server.ids() == ["three", "two"]
+        assert server.get("/api/overview")["ended"] == 2
+        assert server.get("/api/tasks")["tasks"][0]["ended"] == 2
+        assert server.ask("/api/trials/one").status_code == 404
     finally:
         server.stop()

@@ -82,6 +82,32 @@ async def test_trials_that_end_while_the_index_is_read_are_in_it_once(tmp_path: 
     assert +index.verdicts == {("graded", None): 3}
 
 
+def test_a_removed_trial_is_in_no_count_but_that_of_the_last_hour() -> None:
+    index = TrialIndex(Path("nowhere"), most=2)
+    for name in ("a", "b", "c"):
+        index.add(ended(name, task=name))
+    assert index.left_out == 1
+    for name in ("c", "c", "never"):
+        index.remove(name)
+    assert [trial.trial_id for trial in index.newest_first()] == ["b"]
+    assert +index.verdicts == {("graded", None): 1} and set(index.tasks) == {"b"}
+    assert index.left_out == 0  # one that was left out, and is gone
+    assert sum(minute.ended for minute in index.minutes.values()) == 3
+
+
+async def test_a_trial_that_is_removed_while_the_index_is_read_is_not_in_it(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_trial(tmp_path, name, 5, GRADED)
+    index = TrialIndex(tmp_path)
+    index.remove("b")  # nothing is being read yet, so the disk tells
+    index.load()
+    index.remove("a")
+    assert index._loading is not None
+    await index._loading
+    assert [trial.trial_id for trial in index.newest_first()] == ["b"]
+    assert set(index.tasks) == {"answer"} and index.tasks["answer"].ended == 1
+
+
 def test_nothing_is_read_through_links_or_from_what_is_no_file(tmp_path: Path) -> None:
     root, outside = tmp_path / "trial", tmp_path / "outside"
     (root / "agent").mkdir(parents=True)

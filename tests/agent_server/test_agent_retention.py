@@ -29,6 +29,8 @@ async def test_the_newest_are_kept_and_running_ones_are_not_touched(tmp_path: Pa
     (tmp_path / ".base").mkdir()
     (tmp_path / f"{REMOVED}x").mkdir()
     kept = Retention(tmp_path, 3)
+    removed: list[str] = []
+    kept.watchers.append(removed.append)
     kept.open()
     await kept.close()
     assert sorted(os.listdir(tmp_path)) == [".base", "running", "t0", "t1", "t2"]
@@ -36,6 +38,7 @@ async def test_the_newest_are_kept_and_running_ones_are_not_touched(tmp_path: Pa
     kept.ended("new")
     await kept.close()
     assert sorted(os.listdir(tmp_path)) == [".base", "new", "running", "t0", "t1"]
+    assert removed == ["t4", "t3", "t2"]
 
 
 async def test_a_directory_that_someone_removed_is_no_error(tmp_path: Path) -> None:
