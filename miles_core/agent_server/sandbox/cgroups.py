@@ -1,23 +1,33 @@
 """Memory, process and CPU limits through cgroups, v1 and v2, where they may be written.
 
-The directories of one server lie under `miles-agent-<pid>-<start time>`, so that those of a
-server that was killed can be told from those of one that is alive, and are removed at start.
+The directories of one server lie under `miles-agent-<pid>-<start time>`. Those of a server that was
+killed are told from those of one that is alive by the pid, or by a lock where that is of another
+pid namespace, and are removed at start.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import signal
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from miles_core.agent_server.sandbox.errors import SandboxError
 from miles_core.serving import process_start
 
 ROOT = Path("/sys/fs/cgroup")
 PREFIX = "miles-agent-"
+RESIDENTS = "miles-agent.residents"
+"""A cgroup for the processes of a v2 cgroup that is to have limited ones below it: the kernel lets
+none have both (cgroup-v2.rst, "No Internal Process Constraint")."""
+CONTROLLERS = ("memory", "pids", "cpu")
 CPU_PERIOD_US = 100_000
+MOVE_ROUNDS = 20
 
 
 @dataclass(frozen=True)
@@ -30,85 +40,135 @@ class Limits:
 
 
 class CgroupTree:
-    """The cgroups of this server: one directory for each controller (v1), or one in all (v2)."""
+    """The cgroups of this server: one directory for each controller (v1), or one in all (v2).
+
+    `limits` tells for each controller what enforces it, as "cgroup v2", or "none" and why.
+    """
 
     def __init__(self, root: Path = ROOT) -> None:
         pid = os.getpid()
         self._name = f"{PREFIX}{pid}-{process_start(pid)}"
-        self._parents: dict[str, Path] = {}
+        self._parents: dict[Path, dict[str, str]] = {}
+        """The directory of the sandboxes, with the version of each controller there."""
+        self._locks: list[int] = []
         self.limits: dict[str, str] = {}
-        unified = root / "cgroup.controllers"
-        if unified.exists():
+        if (root / "cgroup.controllers").exists():
             self._open_v2(root / _own_v2_path())
         else:
             self._open_v1(root)
 
     def _open_v1(self, root: Path) -> None:
-        for controller in ("memory", "pids", "cpu"):
-            directory = root / controller / self._name
+        for controller in CONTROLLERS:
             try:
-                sweep(root / controller)
-                directory.mkdir(exist_ok=True)
+                self._open(root / controller, {controller: "v1"})
             except OSError as error:
                 self.limits[controller] = f"none ({error.strerror} in {root / controller})"
-                continue
-            self._parents[controller] = directory
-            self.limits[controller] = "cgroup v1"
 
-    def _open_v2(self, parent: Path) -> None:
+    def _open_v2(self, own: Path) -> None:
+        parent = own.parent if own.name == RESIDENTS else own
         try:
-            sweep(parent)
             available = (parent / "cgroup.controllers").read_text().split()
-            wanted = [name for name in ("memory", "pids", "cpu") if name in available]
-            switch = " ".join(f"+{name}" for name in wanted)
-            (parent / "cgroup.subtree_control").write_text(switch)
-            directory = parent / self._name
-            directory.mkdir(exist_ok=True)
-            (directory / "cgroup.subtree_control").write_text(switch)
+            wanted = [name for name in CONTROLLERS if name in available]
+            self.limits = dict.fromkeys(CONTROLLERS, f"none (not available in {parent})")
+            if wanted:
+                _distribute(parent, wanted)
+                directory = self._open(parent, dict.fromkeys(wanted, "v2"))
+                _enable(directory, wanted)
         except OSError as error:
-            for name in ("memory", "pids", "cpu"):
-                self.limits[name] = f"none ({error.strerror} in {parent})"
-            return
-        self._parents["v2"] = directory
-        for name in ("memory", "pids", "cpu"):
-            self.limits[name] = "cgroup v2" if name in wanted else "none (no such controller)"
+            self._parents.clear()
+            reason = f"none ({error.strerror} in {parent})"
+            self.limits = dict.fromkeys(CONTROLLERS, reason)
+
+    def _open(self, parent: Path, controllers: dict[str, str]) -> Path:
+        sweep(parent)
+        directory = parent / self._name
+        directory.mkdir(exist_ok=True)
+        lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        self._locks.append(lock)
+        self._parents[directory] = controllers
+        self.limits.update({name: f"cgroup {version}" for name, version in controllers.items()})
+        return directory
 
     def make(self, name: str, limits: Limits) -> list[Path]:
-        """Make the cgroups of one sandbox and write its limits; the directories to join."""
-        made = []
-        for controller, parent in self._parents.items():
-            directory = parent / name
-            directory.mkdir()
-            made.append(directory)
-            for file, value in _settings(controller, limits).items():
-                (directory / file).write_text(value)
+        """Make the cgroups of one sandbox and write its limits; the directories to join.
+
+        Raises SandboxError, and leaves nothing then.
+        """
+        made: list[Path] = []
+        try:
+            for parent, controllers in self._parents.items():
+                directory = parent / name
+                directory.mkdir()
+                made.append(directory)
+                for controller, version in controllers.items():
+                    _limit(directory, controller, version, limits)
+        except OSError as error:
+            for directory in made:
+                directory.rmdir()
+            raise SandboxError(f"no limits for the sandbox: {error}") from error
         return made
 
     def close(self) -> None:
         """Remove the server's own directories."""
-        for directory in self._parents.values():
+        for directory in self._parents:
             remove(directory)
+        while self._locks:
+            os.close(self._locks.pop())
 
 
-def _settings(controller: str, limits: Limits) -> dict[str, str]:
-    """Which file gets which value."""
-    memory = str(limits.memory_mb << 20) if limits.memory_mb else None
-    pids = str(limits.pids) if limits.pids else None
-    quota = str(int(limits.cpus * CPU_PERIOD_US)) if limits.cpus else None
-    wanted: dict[str, str | None] = {}
-    if controller == "memory":
-        wanted["memory.limit_in_bytes"] = memory
-    elif controller == "pids":
-        wanted["pids.max"] = pids
-    elif controller == "cpu":
-        wanted["cpu.cfs_quota_us"] = quota
-    else:
-        wanted = {
-            "memory.max": memory,
-            "pids.max": pids,
-            "cpu.max": f"{quota} {CPU_PERIOD_US}" if quota else None,
-        }
-    return {file: value for file, value in wanted.items() if value is not None}
+def _limit(directory: Path, controller: str, version: str, limits: Limits) -> None:
+    """Write what `limits` says of a controller. Raises OSError."""
+    if controller == "memory" and limits.memory_mb:
+        size = str(limits.memory_mb << 20)
+        if version == "v1":
+            (directory / "memory.limit_in_bytes").write_text(size)
+            _write_where_there(directory / "memory.memsw.limit_in_bytes", size)
+        else:
+            (directory / "memory.max").write_text(size)
+            _write_where_there(directory / "memory.swap.max", "0")
+    elif controller == "pids" and limits.pids:
+        (directory / "pids.max").write_text(str(limits.pids))
+    elif controller == "cpu" and limits.cpus:
+        quota = int(limits.cpus * CPU_PERIOD_US)
+        if version == "v1":
+            (directory / "cpu.cfs_quota_us").write_text(str(quota))
+        else:
+            (directory / "cpu.max").write_text(f"{quota} {CPU_PERIOD_US}")
+
+
+def _write_where_there(path: Path, text: str) -> None:
+    """Write a limit of swap space, which not every kernel counts."""
+    if path.exists():
+        path.write_text(text)
+
+
+def _enable(directory: Path, controllers: Iterable[str]) -> None:
+    """Give controllers to the cgroups below a v2 directory. Raises OSError."""
+    file = directory / "cgroup.subtree_control"
+    missing = set(controllers) - set(file.read_text().split())
+    if missing:
+        file.write_text(" ".join(f"+{name}" for name in sorted(missing)))
+
+
+def _distribute(directory: Path, controllers: list[str]) -> None:
+    """Enable controllers below the v2 cgroup of this process. Raises OSError.
+
+    Outside of the root, its processes must move into a cgroup of their own first.
+    """
+    for _ in range(MOVE_ROUNDS):
+        try:
+            _enable(directory, controllers)
+            return
+        except OSError as error:
+            if error.errno != errno.EBUSY or 0 in members(directory):  # 0: of another namespace
+                raise
+        residents = directory / RESIDENTS
+        residents.mkdir(exist_ok=True)
+        for pid in members(directory):
+            with contextlib.suppress(ProcessLookupError):
+                (residents / "cgroup.procs").write_text(str(pid))
+    _enable(directory, controllers)
 
 
 def _own_v2_path() -> str:
@@ -119,7 +179,7 @@ def _own_v2_path() -> str:
 
 
 def members(directory: Path) -> list[int]:
-    """The processes in a cgroup."""
+    """The processes in a cgroup; 0 stands for one that this pid namespace does not have."""
     try:
         return [int(line) for line in (directory / "cgroup.procs").read_text().split()]
     except OSError:
@@ -157,12 +217,28 @@ def remove(directory: Path, wait_s: float = 2.0) -> bool:
 def sweep(parent: Path) -> None:
     """End what servers that are gone left in their cgroups, and remove the directories."""
     for directory in parent.glob(f"{PREFIX}*-*"):
-        pid, _, start = directory.name.removeprefix(PREFIX).partition("-")
-        if pid.isdigit() and process_start(int(pid)) == start:
-            continue
-        for child in [directory, *directory.iterdir()]:
-            if child.is_dir():
-                for member in members(child):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(member, signal.SIGKILL)
-        remove(directory)
+        if _abandoned(directory):
+            for child in [directory, *directory.iterdir()]:
+                for member in members(child) if child.is_dir() else []:
+                    if member:  # 0 would be this process and its group (kill(2))
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(member, signal.SIGKILL)
+            remove(directory)
+
+
+def _abandoned(directory: Path) -> bool:
+    """Whether the server of a directory is gone."""
+    pid, _, start = directory.name.removeprefix(PREFIX).partition("-")
+    if pid.isdigit() and process_start(int(pid)) == start:
+        return False
+    try:
+        held = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(held)
+    return True
