@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("harbor")
-from agent_scripted_model import DONE, ScriptedModel, bash  # noqa: E402
+from agent_scripted_model import DONE, ScriptedModel, bash, text  # noqa: E402
 from agent_server_helpers import TOML, Server, make_task  # noqa: E402
 
 from miles_core.agent_server.sandbox import processes  # noqa: E402
@@ -122,6 +122,19 @@ def test_the_agent_runs_as_the_user_of_the_task(server: Server, tasks: Path) -> 
     assert ids.split()[-5:] and {"audio", "daemon", "tape"} <= set(ids.split()), ids
     assert agent.count("0000000000000000") == 2, agent
     assert "here /usr/sbin /app" in env and "MSWEA" not in env and "PYTHON" not in env, env
+
+
+def test_an_agent_of_another_user_needs_no_file_of_its_code(own: Server) -> None:
+    """The directories of its Python and packages may be closed to that user; all is loaded."""
+    toml = TOML.replace("[agent]\n", '[agent]\nuser = "nobody"\n')
+    make_task(own.tasks, "as-nobody", toml=toml)
+    model = ScriptedModel([bash("sleep 1; id -un"), text("no call"), bash(DONE)])
+    try:
+        result = own.run("as-nobody", MINI, base_url=model.url)
+    finally:
+        model.close()
+    assert result.agent_metrics.turns == 3 and result.reward == 0.0, result.verdict
+    assert "nobody" in str(model.requests[-1]["messages"])
 
 
 def test_loaded_code_that_ends_is_loaded_again(own: Server) -> None:

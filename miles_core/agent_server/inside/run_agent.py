@@ -22,6 +22,8 @@ MODULES = (
     "minisweagent.environments.local",
     "plain_model",
     "encodings.idna",  # http.client takes it at its first request
+    "encodings.unicode_escape",  # jinja2 takes it at the first string of a template,
+    "jinja2.debug",  # and this when one fails
 )
 EXIT_ENDPOINT = 3
 EXHAUSTED = frozenset({errno.EAGAIN, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -40,9 +42,9 @@ def load() -> None:
     logging.getLogger("minisweagent").setLevel(logging.ERROR)
 
 
-def run(job: dict[str, Any]) -> int:
+def run(job: dict[str, Any], environment: Any = None) -> int:
     """Run the agent of a job (`task`, `base_url`, `agent`, `model`, `environment`,
-    `output_path`); the exit status."""
+    `output_path`); the exit status. Without an `environment` its commands run here."""
     from minisweagent.agents.default import DefaultAgent
     from minisweagent.environments.local import LocalEnvironment
     from plain_model import ModelEndpointError, PlainModel
@@ -50,7 +52,7 @@ def run(job: dict[str, Any]) -> int:
     model = PlainModel(job["base_url"], report, **job["model"])
     agent = DefaultAgent(
         model,
-        LocalEnvironment(**job["environment"]),
+        environment or LocalEnvironment(**job["environment"]),
         output_path=job["output_path"],
         **job["agent"],
     )
