@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from harbor.agents.base import BaseAgent
+from harbor.environments.base import BaseEnvironment
 from harbor.models.task.task import Task
 from harbor.models.trial.config import (
     AgentConfig,
@@ -115,6 +117,7 @@ class Runner:
             HOSTS[trial_id] = host
         try:
             trial = await self._create(trial_id, task, request)
+            _tell_of_setup(trial.agent, on_phase)
             for name in PHASES:
                 trial.add_hook(name, enter)
             trial.add_hook(TrialEvent.END, leave)
@@ -173,6 +176,23 @@ class Runner:
             verifier=VerifierConfig(max_timeout_sec=bounds.VERIFIER_LIMIT_S),
             environment_build_timeout_multiplier=min(1.0, bounds.BUILD_LIMIT_S / build),
         )
+
+
+def _tell_of_setup(agent: BaseAgent, on_phase: Callable[[Phase], None]) -> None:
+    """Call `on_phase` when Harbor begins to set the agent up, of which it has no event.
+
+    An agent may set itself up again later, which is a part of its work.
+    """
+    set_up, told = agent.setup, False
+
+    async def setup(environment: BaseEnvironment) -> None:
+        nonlocal told
+        if not told:
+            told = True
+            on_phase(Phase.AGENT_SETUP)
+        await set_up(environment)
+
+    vars(agent)["setup"] = setup
 
 
 async def _bounded(trial: Trial, host: SandboxHost | None, limit_s: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httpx
@@ -67,3 +68,11 @@ class NotBuilt(Plain):
 
 class NoAgent:
     """Not an agent."""
+
+
+class SlowToSetUp(Plain):
+    """Its set-up takes until the file of that name is there, in the folder of its logs."""
+
+    async def setup(self, environment: BaseEnvironment) -> None:
+        while not (self.logs_dir / "go").exists():  # noqa: ASYNC110 (it waits for a test)
+            await asyncio.sleep(0.02)

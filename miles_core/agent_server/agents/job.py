@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,10 @@ from miles_core.agent_server.protocol import TrialRequest
 from miles_core.agent_server.sandbox.processes import Member
 from miles_core.verdicts import Cause
 
+CONVERSATION_LIMIT = 2 << 20
+"""Bytes of the messages that are kept of an agent at work."""
+MOST_MESSAGES = 400
+
 
 class AgentFailed(RuntimeError):
     """The agent could not do its work, by no doing of the policy; `cause` says why."""
@@ -18,6 +23,34 @@ class AgentFailed(RuntimeError):
     def __init__(self, cause: Cause, message: str) -> None:
         super().__init__(message)
         self.cause = cause
+
+
+class Conversation:
+    """What an agent at work has said and seen so far, as OpenAI's messages: the last ones."""
+
+    def __init__(self) -> None:
+        self._messages: deque[tuple[int, dict[str, Any]]] = deque()
+        self._bytes = 0
+        self.count = 0
+        """Messages of the present run of the agent."""
+        self.runs = 0
+        """How often the agent was started: once for each step of a task."""
+
+    def add(self, number: int, message: dict[str, Any], size: int) -> None:
+        """Take message `number` of a run; the message 0 begins one. `size` is in bytes."""
+        if number == 0:
+            self._messages.clear()
+            self._bytes = 0
+            self.runs += 1
+        self.count = number + 1
+        self._messages.append((size, message))
+        self._bytes += size
+        while self._bytes > CONVERSATION_LIMIT or len(self._messages) > MOST_MESSAGES:
+            self._bytes -= self._messages.popleft()[0]
+
+    def messages(self) -> list[dict[str, Any]]:
+        """The messages that are kept, the oldest first."""
+        return [message for _, message in self._messages]
 
 
 @dataclass
@@ -34,6 +67,7 @@ class AgentJob:
     cause: Cause | None = None
     failure: AgentFailed | None = None
     events: list[dict[str, Any]] = field(default_factory=list)
+    conversation: Conversation = field(default_factory=Conversation)
     own: frozenset[Member] = frozenset()
     """Processes in the sandbox that the agent's set-up started."""
     before: frozenset[Member] = frozenset()
@@ -57,6 +91,10 @@ class AgentJob:
             return
         if event.get("event") == "turn":
             self.answered(event.get("usage"), int(event.get("tool_calls") or 0))
+        elif event.get("event") == "message":
+            number, message = event.get("n"), event.get("message")
+            if isinstance(number, int) and isinstance(message, dict):
+                self.conversation.add(number, message, len(line))
         elif event.get("event") == "end":
             self.events.append(event)
 

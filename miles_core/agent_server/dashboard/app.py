@@ -95,13 +95,15 @@ def make_dashboard_app(
         if row is None:
             raise Refused(404, "unknown_trial", "no such trial here")
         shown, secrets = view.request(trial_id)
+        live = view.live(trial_id)
 
         def read() -> tuple[str, bytes | None]:
             files = TrialFiles(trials_dir, trial_id)
-            tag = _tag(repr((row, files.stamps())).encode())
+            said = live and (live.runs, live.count)
+            tag = _tag(repr((row, said, files.stamps())).encode())
             if _known(request, tag):
                 return tag, None
-            found = detail(files, row, shown, Cleaner([token, *secrets]))
+            found = detail(files, row, shown, live, Cleaner([token, *secrets]))
             return tag, orjson.dumps(found)
 
         return _tagged(*await asyncio.to_thread(read))

@@ -9,7 +9,12 @@ import orjson
 
 from miles_core.agent_server.dashboard.clean import Cleaner
 from miles_core.agent_server.dashboard.files import Folder
-from miles_core.agent_server.dashboard.trajectory import FILES, read_trajectory
+from miles_core.agent_server.dashboard.trajectory import (
+    FILES,
+    Live,
+    live_trajectory,
+    read_trajectory,
+)
 
 OUTPUT_LIMIT = 64 << 10
 """Bytes of one output, from its end, that are shown."""
@@ -69,13 +74,18 @@ class TrialFiles:
             log += self._output(cleaner, None, name, *self.harbor, name)
         return {"verifier": verifier, "agent": agent[:MOST_OUTPUTS], "log": log}
 
-    def trajectories(self, cleaner: Cleaner) -> list[dict[str, Any]]:
-        """The trajectory of each step that has one, `step` being None for a task of one step."""
+    def trajectories(self, cleaner: Cleaner, live: Live | None) -> list[dict[str, Any]]:
+        """The trajectory of each step that has one, `step` being None for a task of one step.
+
+        What an agent has done so far comes from `live` until its own file is here.
+        """
         found = []
         for step, place in self.places:
             made = read_trajectory(self.folder, (*place, "agent"), cleaner)
             if made["format"] or made["problem"]:
                 found.append({"step": step and cleaner.short(step, 200), **made})
+        if live is not None and live.runs > len(found):
+            found.append({"step": None, **live_trajectory(live, cleaner)})
         return found
 
     def _agent_files(self, place: tuple[str, ...]) -> list[str]:
@@ -95,9 +105,14 @@ class TrialFiles:
 
 
 def detail(
-    files: TrialFiles, row: dict[str, Any], request: dict[str, Any] | None, cleaner: Cleaner
+    files: TrialFiles,
+    row: dict[str, Any],
+    request: dict[str, Any] | None,
+    live: Live | None,
+    cleaner: Cleaner,
 ) -> dict[str, Any]:
-    """The answer about one trial; `row` is its line of the list, `request` that of a live one."""
+    """The answer about one trial; `row` is its line of the list. Of a live one, `request` is what
+    may be shown of its request and `live` the conversation of its agent."""
     result, started = files.object("result.json"), files.object("started.json")
     verdict = result.get("verdict") if row["state"] == "ended" else None
     metrics = result.get("agent_metrics") if row["state"] == "ended" else None
@@ -109,7 +124,7 @@ def detail(
         "exit_status": cleaner.value(result.get("exit_status")) if verdict else None,
         "metrics": cleaner.value(metrics),
         "phases": phases(row, metrics if isinstance(metrics, dict) else {}),
-        "trajectories": files.trajectories(cleaner),
+        "trajectories": files.trajectories(cleaner, live),
         "outputs": files.outputs(cleaner),
     }
 

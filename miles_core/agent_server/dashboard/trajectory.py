@@ -8,6 +8,7 @@ All texts are cleaned and bounded, and nothing of a file is taken for granted: a
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -22,6 +23,23 @@ MOST_TURNS = 400
 """Of a longer trajectory the last turns are given."""
 
 Turn = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Live:
+    """The conversation of an agent at work: `runs` counts its steps, `count` all messages of this
+    one, and `messages` are the last of them."""
+
+    runs: int
+    count: int
+    messages: list[dict[str, Any]]
+
+
+def live_trajectory(live: Live, cleaner: Cleaner) -> dict[str, Any]:
+    """What an agent at work has done so far, as `read_trajectory` has it from a file."""
+    turns = _messages(live.messages, cleaner)
+    first = live.count - len(live.messages)
+    return {"format": "live", "turns": turns, "first": first, "problem": None}
 
 
 def read_trajectory(folder: Folder, place: tuple[str, ...], cleaner: Cleaner) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from miles_core.agent_server.dashboard.index import EndedTrial, TrialIndex, of_result
+from miles_core.agent_server.dashboard.trajectory import Live
 from miles_core.agent_server.protocol import Phase, TrialState
 from miles_core.agent_server.trials import SHOWN, Record, TrialManager
 from miles_core.verdicts import Cause, VerdictKind
@@ -21,8 +22,22 @@ FACTS = ("capacity", "sandbox", "harbor_version", "agent_timeout_s", "trial_time
 """What is shown of the unchanging parts of the server's health."""
 
 
+class Talk(Protocol):
+    """What an agent at work has said and seen; see `agents.job.Conversation`."""
+
+    count: int
+    runs: int
+
+    def messages(self) -> list[dict[str, Any]]:
+        """The last messages, as OpenAI has them."""
+
+
 class Working(Protocol):
     """An agent that is at work."""
+
+    @property
+    def conversation(self) -> Talk:
+        """Empty where it is not seen."""
 
     @property
     def turns(self) -> int | None:
@@ -148,6 +163,14 @@ class DashboardView:
                 secrets += [part for part in (url.password, url.query) if part]
                 return record.request.model_dump(include=SHOWN, exclude_none=True), secrets
         return None, []
+
+    def live(self, trial_id: str) -> Live | None:
+        """What the agent of a live trial has said and seen so far, where that is seen."""
+        job = self._jobs.get(trial_id)
+        if job is None or not job.conversation.runs:
+            return None
+        talk = job.conversation
+        return Live(talk.runs, talk.count, talk.messages())
 
     def _live_in_order(self) -> list[Record]:
         live = self._manager.live()

@@ -20,6 +20,9 @@ from minisweagent.models.utils.actions_toolcall import (
 )
 from pydantic import BaseModel
 
+SHOWN_LENGTH = 20_000
+"""Characters of one text of a message that are told while the agent runs."""
+
 
 class ModelEndpointError(RuntimeError):
     """The endpoint gave no answer; `cause` is the name of a verdict's cause."""
@@ -45,7 +48,8 @@ class PlainModelConfig(BaseModel):
 class PlainModel:
     """OpenAI chat completions with the tool `bash`.
 
-    `report` is given an event for each answer. A full context or a reached turn limit ends the
+    `report` is given an event for each message of the conversation, when it is new, and for each
+    answer. A full context or a reached turn limit ends the
     agent cleanly, as its own limits do; an endpoint that fails raises `ModelEndpointError`.
     """
 
@@ -54,9 +58,12 @@ class PlainModel:
         self._url = base_url.rstrip("/") + "/chat/completions"
         self._report = report
         self.limit: str | None = None
+        self._told = 0
+        """Messages of the conversation that were reported."""
 
     def query(self, messages: list[dict[str, Any]], **kwargs: Any) -> dict[str, Any]:
         """One model call; the answer as a message, with its actions under `extra`."""
+        self._tell(messages[self._told :])
         plain = [{k: v for k, v in message.items() if k != "extra"} for message in messages]
         body = {
             "model": self.config.model_name.split("/", 1)[-1],
@@ -73,6 +80,7 @@ class PlainModel:
             raise ModelEndpointError("session_failed", f"not a completion: {error!r}") from error
         turn = {"event": "turn", "usage": response.get("usage") or {}}
         extra = {"response": response, "cost": 0.0, "timestamp": time.time()}
+        self._tell([{**message, "extra": extra}])
         try:
             actions = self._actions(choice, message)
         except FormatError as error:
@@ -82,6 +90,12 @@ class PlainModel:
             raise
         self._report({**turn, "tool_calls": len(actions)})
         return {**message, "extra": {**extra, "actions": actions}}
+
+    def _tell(self, messages: list[dict[str, Any]]) -> None:
+        """Report messages that are new."""
+        for message in messages:
+            self._report({"event": "message", "n": self._told, "message": shown(message)})
+            self._told += 1
 
     def _actions(self, choice: dict[str, Any], message: dict[str, Any]) -> list[dict[str, Any]]:
         """The actions of an answer; FormatError without one. An answer cut off has none."""
@@ -159,3 +173,37 @@ class PlainModel:
         kind = f"{type(self).__module__}.{type(self).__name__}"
         settings = self.config.model_dump(mode="json")
         return {"info": {"config": {"model": settings, "model_type": kind}}}
+
+
+def shown(message: dict[str, Any]) -> dict[str, Any]:
+    """What is told of a message: its texts, each of bounded length, its calls, time and usage."""
+    extra = message.get("extra") or {}
+    response = extra.get("response") or {}
+    made = {
+        key: _short(message[key])
+        for key in ("role", "content", "reasoning_content", "tool_call_id")
+        if message.get(key)
+    }
+    calls = message.get("tool_calls")
+    if isinstance(calls, list):
+        made["tool_calls"] = [_call(call) for call in calls[:20] if isinstance(call, dict)]
+    choices = [
+        {"finish_reason": choice.get("finish_reason")}
+        for choice in (response.get("choices") or [])[:1]
+    ]
+    response = {"usage": response.get("usage"), "choices": choices}
+    return {**made, "extra": {"timestamp": extra.get("timestamp"), "response": response}}
+
+
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function") or {}
+    given = {key: _short(function.get(key)) for key in ("name", "arguments")}
+    return {"id": _short(call.get("id")), "function": given}
+
+
+def _short(value: Any) -> Any:
+    text = value if isinstance(value, str) else json.dumps(value)
+    if len(text) <= SHOWN_LENGTH:
+        return value
+    half = SHOWN_LENGTH // 2
+    return f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"

@@ -101,7 +101,7 @@ function noTrajectory(data) {
   if (!data.kept) return "The files of this trial are no longer kept.";
   return parts.ended
     ? "This trial left no trajectory."
-    : "The trajectory is shown when the agent has ended and its files are out of the sandbox.";
+    : "No turn has been seen yet. Of an agent that works unseen in its sandbox, the trajectory is shown when it has ended.";
 }
 
 export function badge(element, trial) {
@@ -210,7 +210,7 @@ function turnsNote(section) {
   if (section.problem) return section.problem;
   const count = section.turns.length;
   const before = section.first ? `, the last ${count}` : "";
-  return `${section.first + count} messages${before}, ${section.format}`;
+  return `${section.first + count} messages${before}, ${section.format === "live" ? "so far" : section.format}`;
 }
 
 function output(one, place) {
