@@ -21,17 +21,15 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from apart import CLONE_NEWNS, checked, libc, set_apart
 from seccomp import Filter
 
-CLONE_NEWNS = 0x00020000
 CLONE_NEWUTS = 0x04000000
 CLONE_NEWIPC = 0x08000000
 CLONE_NEWUSER = 0x10000000
 CLONE_NEWPID = 0x20000000
 CLONE_NEWNET = 0x40000000
 NAMESPACES = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET
-
-MS_NOSUID, MS_NODEV, MS_REC, MS_PRIVATE = 0x2, 0x4, 0x4000, 0x40000
 
 PR_SET_DUMPABLE = 4
 PR_CAPBSET_READ = 23
@@ -45,15 +43,7 @@ MOST_DESCRIPTORS = 16
 Work = Callable[[dict[str, Any]], int]
 """What a process does once it is inside, with its order; returns the exit status."""
 
-libc = ctypes.CDLL(None, use_errno=True)
 confine = Filter()
-
-
-def checked(result: int, what: str) -> int:
-    if result < 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"{what}: {os.strerror(code)}")
-    return result
 
 
 def prctl(option: int, argument: int) -> int:
@@ -130,17 +120,6 @@ def enter(given: list[int], work: Work) -> None:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
-
-
-def set_apart(places: dict[str, int], size_mb: int) -> None:
-    """Mount an empty folder, of a given mode, at each place, in a mount namespace of its own."""
-    checked(libc.unshare(CLONE_NEWNS), "unshare")
-    checked(libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None), "mount")
-    flags = ctypes.c_ulong(MS_NOSUID | MS_NODEV)
-    for place, mode in places.items():
-        os.makedirs(place, exist_ok=True)
-        options = f"size={size_mb}m,mode={mode:o}".encode()
-        checked(libc.mount(b"apart", place.encode(), b"tmpfs", flags, options), f"mount {place}")
 
 
 def become(

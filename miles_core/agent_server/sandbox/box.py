@@ -241,12 +241,14 @@ exec {shlex.join(bwrap)}
 
         No earlier process sees what is written there, and none can reach it through /proc: for
         that it would need every capability of the later ones (ptrace(2), access mode checking).
+        While there are such processes, the later ones have a root directory of their own.
         """
         self.rejoin()
         if self._pid is None or not self.alive:
             raise SandboxGone("the sandbox is gone")
+        left = bool(await asyncio.to_thread(processes.members, self._pid))
         order = {
-            "secluded": {"places": places, "size_mb": self.settings.disk_mb},
+            "secluded": {"places": places, "size_mb": self.settings.disk_mb, "own_root": left},
             "process": self._process(ROOT, {}, "/"),
         }
         try:

@@ -1,0 +1,88 @@
+"""Folders that the verifier has to itself, in a mount namespace of its own.
+
+A mount keeps nobody from moving or removing the folder under it in another mount namespace, and is
+gone with the folder (namei.c of the kernel, detach_mounts). So where processes of the agent's are
+left, the verifier gets a root directory of its own, in which the entries of the old one are bound:
+what its folders are mounted on is then in a file system that no one else has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import stat
+
+CLONE_NEWNS = 0x00020000
+MS_NOSUID, MS_NODEV = 0x2, 0x4
+MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def checked(result: int, what: str) -> int:
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{what}: {os.strerror(code)}")
+    return result
+
+
+def set_apart(places: dict[str, int], size_mb: int, own_root: bool) -> None:
+    """Mount an empty folder, of a given mode, at each place; for this process and its children."""
+    checked(libc.unshare(CLONE_NEWNS), "unshare")
+    checked(libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None), "mount")
+    if own_root:
+        _change_root(places, size_mb)
+    for place, mode in places.items():
+        os.makedirs(place, exist_ok=True)
+        _mount_empty(place, size_mb, mode)
+
+
+def _mount_empty(place: str, size_mb: int, mode: int) -> None:
+    flags = ctypes.c_ulong(MS_NOSUID | MS_NODEV)
+    options = f"size={size_mb}m,mode={mode:o}".encode()
+    checked(libc.mount(b"apart", place.encode(), b"tmpfs", flags, options), f"mount {place}")
+
+
+def _change_root(places: dict[str, int], size_mb: int) -> None:
+    """Mount a root over the old one, with what that has except at `places`, and enter it."""
+    old = os.open("/", os.O_PATH | os.O_DIRECTORY)
+    oneself = os.pidfd_open(os.getpid())
+    try:
+        _mount_empty("/", size_mb, 0o755)
+        os.setns(oneself, CLONE_NEWNS)  # the root and the working directory are the new ones now
+        os.fchdir(old)
+        _bind_entries("", places)
+        os.chdir("/")
+    finally:
+        os.close(oneself)
+        os.close(old)
+
+
+def _bind_entries(below: str, places: dict[str, int]) -> None:
+    """Show what is in the folder `below` of the old root, which is the working directory."""
+    for name in os.listdir(below or "."):
+        path = f"{below}/{name}" if below else name
+        if f"/{path}" in places:
+            continue
+        with contextlib.suppress(FileNotFoundError):  # it may go while this is at work
+            kind = os.lstat(path).st_mode
+            if any(place.startswith(f"/{path}/") for place in places):
+                os.mkdir(f"/{path}")
+                if stat.S_ISDIR(kind):
+                    _bind_entries(path, places)
+            elif stat.S_ISLNK(kind):
+                os.symlink(os.readlink(path), f"/{path}")
+            else:
+                _bind(path, stat.S_ISDIR(kind))
+
+
+def _bind(path: str, is_directory: bool) -> None:
+    if is_directory:
+        os.mkdir(f"/{path}")
+    else:
+        os.close(os.open(f"/{path}", os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+    source, target = path.encode("utf-8", "surrogateescape"), f"/{path}"
+    flags = ctypes.c_ulong(MS_BIND | MS_REC)
+    result = libc.mount(source, target.encode("utf-8", "surrogateescape"), None, flags, None)
+    checked(result, f"bind {path}")
