@@ -11,29 +11,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, override
 
 from harbor.constants import MAIN_SERVICE_NAME
-from harbor.environments.base import ExecResult
+from harbor.environments.base import ExecResult, OutputCallback
 from harbor.environments.capabilities import EnvironmentCapabilities
 from harbor.environments.docker.docker import DockerEnvironment
 from harbor.environments.podman import PodmanEnvironment
 from harbor.models.task.config import NetworkMode, NetworkPolicy
 
+from miles_core.agent_server.clients import end_client
 from miles_core.agent_server.reaper.owner import Owner
-from miles_core.agent_server.sandbox import processes
 from miles_core.agent_server.sandbox.errors import SandboxError
 
 COMPOSE = "docker-compose.yaml"
 SERVICE = "com.docker.compose.service"
-END_LIMIT_S = 5.0
-"""How long a program on this host may take to end after it was asked to."""
-GRACE = "1s"
-"""Between SIGTERM and SIGKILL of a container: its first process is a sleep that heeds none."""
+OUTPUT_LIMIT = 8 << 20
+GRACE_S = "1"
+"""Between SIGTERM and SIGKILL of a container: the first process is a sleep that heeds none."""
 
 CONTAINERS: dict[str, list[ContainerEnvironment]] = {}
 """The environments of this process's trials, by trial id."""
@@ -93,16 +90,15 @@ class ContainerEnvironment(DockerEnvironment):
     @override
     def _write_env_compose_file(self) -> Path:
         path = super()._write_env_compose_file()
-        compose = json.loads(path.read_text())
-        main = compose["services"][MAIN_SERVICE_NAME]
-        main["stop_grace_period"] = GRACE
         if self._severed:
-            main["network_mode"] = "none"
-        path.write_text(json.dumps(compose, indent=2))
+            compose = json.loads(path.read_text())
+            compose["services"][MAIN_SERVICE_NAME]["network_mode"] = "none"
+            path.write_text(json.dumps(compose, indent=2))
         return path
 
     @override
     async def start(self, force_build: bool) -> None:
+        self._main = None
         await super().start(force_build)
         self.running = True
 
@@ -134,11 +130,62 @@ class ContainerEnvironment(DockerEnvironment):
         try:
             out, err = await process.communicate()
         finally:
-            await end_tree(process)
+            await end(process)
         if check and process.returncode != 0:
             said = " ".join(err.decode(errors="replace").split())[-300:]
             raise SandboxError(f"{arguments[0]} of the container engine failed: {said}")
         return out.decode(errors="replace")
+
+    @override
+    async def _run_docker_compose_command(
+        self,
+        command: list[str],
+        check: bool = True,
+        timeout_sec: int | None = None,
+        stdin_data: bytes | None = None,
+        on_output: OutputCallback | None = None,
+    ) -> ExecResult:
+        """As Harbor's, but a command in the main container is run by the engine itself: compose
+        would read its files each time, which takes most of a second."""
+        if command[0] == "down":
+            return await self._down(command[1:])
+        inner = _in_main(command)
+        if command[0] == "cp" and not self.runtime().supports_compose_cp:
+            raise RuntimeError("this compose has no cp")  # Harbor has another way then
+        if inner is None or on_output is not None:
+            return await super()._run_docker_compose_command(
+                command, check, timeout_sec, stdin_data, on_output
+            )
+        options, words = inner
+        keep_open = [] if stdin_data is None else ["--interactive"]
+        process = await asyncio.create_subprocess_exec(
+            *self._engine_cmd("exec", *keep_open, *options, await self.main_container(), *words),
+            stdin=asyncio.subprocess.DEVNULL if stdin_data is None else asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        done = await self._collect_buffered_output(
+            process, timeout_sec=timeout_sec, stdin_data=stdin_data
+        )
+        if check and done.return_code != 0:
+            raise RuntimeError(f"{words[0]} in the container failed: {(done.stdout or '')[-300:]}")
+        return done
+
+    async def _down(self, options: list[str]) -> ExecResult:
+        """End the containers, with the images that were built for them when they are to go.
+
+        podman-compose would take each image named localhost/... for one of these.
+        """
+        built = "--rmi" in options and not self.runtime().supports_compose_cp
+        if built:
+            at = options.index("--rmi")
+            options = options[:at] + options[at + 2 :]
+        done = await super()._run_docker_compose_command(["down", "--timeout", GRACE_S, *options])
+        if built:
+            listed = await self.engine("image", "ls", "--format", "{{.Repository}}:{{.Tag}}")
+            if own := [name for name in listed.split() if self.session_id in name]:
+                await self.engine("image", "rm", *own)
+        return done
 
     @staticmethod
     @override
@@ -148,20 +195,21 @@ class ContainerEnvironment(DockerEnvironment):
         timeout_sec: int | None,
         stdin_data: bytes | None = None,
     ) -> ExecResult:
-        """The output of a call of the engine; one that is given up is ended with its children.
-
-        Raises RuntimeError when the time is up, as Harbor's does.
+        """The output of a call of the engine, its last bytes if it is long; one that is given up
+        is ended with its children. Raises RuntimeError when the time is up, as Harbor's does.
         """
         try:
             async with asyncio.timeout(timeout_sec or None):
-                return await DockerEnvironment._collect_buffered_output(
-                    process, timeout_sec=None, stdin_data=stdin_data
-                )
+                feeding = asyncio.create_task(_feed(process, stdin_data))
+                out = await _tail(process)
+                await feeding
+                code = await process.wait()
         except BaseException as error:
-            await end_tree(process)
+            await end(process)
             if isinstance(error, TimeoutError):
                 raise RuntimeError(f"Command timed out after {timeout_sec} seconds") from error
             raise
+        return ExecResult(stdout=out.decode(errors="replace") or None, return_code=code)
 
 
 class Docker(ContainerEnvironment):
@@ -172,21 +220,40 @@ class Podman(ContainerEnvironment, PodmanEnvironment):
     """`--sandbox podman`."""
 
 
-async def end_tree(process: asyncio.subprocess.Process) -> None:
-    """Ask a process and all that descends from it to end, and see to it."""
-    if process.returncode is not None:
-        return
-    tree = [process.pid, *processes.descendants(process.pid)]
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        for pid in tree:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, number)
-        if number is signal.SIGTERM:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(_gone(tree)), END_LIMIT_S)
-    await process.wait()
+def _in_main(command: list[str]) -> tuple[list[str], list[str]] | None:
+    """The options and the words of a compose command that runs another in the main container."""
+    if command[0] != "exec":
+        return None
+    at, options = 1, []
+    while command[at].startswith("-"):
+        taken = 2 if command[at] in ("-w", "-e", "-u") else 1
+        if command[at] not in ("-T", "--no-TTY"):
+            options += command[at : at + taken]
+        at += taken
+    return (options, command[at + 1 :]) if command[at] == MAIN_SERVICE_NAME else None
 
 
-async def _gone(tree: list[int]) -> None:
-    while any(not processes.exiting(pid) for pid in tree):  # noqa: ASYNC110 (not our children)
-        await asyncio.sleep(0.02)
+async def _feed(process: asyncio.subprocess.Process, data: bytes | None) -> None:
+    if process.stdin is not None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            process.stdin.write(data or b"")
+            await process.stdin.drain()
+        process.stdin.close()
+
+
+async def _tail(process: asyncio.subprocess.Process) -> bytes:
+    """Read the output to its end; the last `OUTPUT_LIMIT` bytes."""
+    assert process.stdout
+    kept = bytearray()
+    while chunk := await process.stdout.read(1 << 16):
+        kept += chunk
+        if len(kept) > 2 * OUTPUT_LIMIT:
+            del kept[:-OUTPUT_LIMIT]
+    return bytes(kept[-OUTPUT_LIMIT:])
+
+
+async def end(process: asyncio.subprocess.Process) -> None:
+    """End a program of ours that may still run, with its descendants."""
+    if process.returncode is None:
+        await end_client(process.pid)
+        await process.wait()

@@ -14,6 +14,7 @@ from miles_core.errors import UserError
 BUBBLEWRAP = "bubblewrap"
 CONTAINERS = {"docker": "Docker", "podman": "Podman"}
 """Kinds whose environment is a class of ours over Harbor's."""
+CONTAINER_CLASSES = "miles_core.agent_server.containers"
 COMPOSE = {
     "docker": "Install Docker's compose plugin.",
     "podman": "Install podman-compose 1.0.6 or newer (pip install podman-compose) on the PATH.",
@@ -55,25 +56,8 @@ def find(name: str) -> Sandbox:
         hint = f"; did you mean {near[0]}?" if near else ""
         raise UserError(f"--sandbox {name}: not one of {', '.join(known)}{hint}")
     if name in CONTAINERS:
-        return _container(name)
+        return Sandbox(name, False, f"{CONTAINER_CLASSES}:{CONTAINERS[name]}")
     return Sandbox(name, False)
-
-
-def _container(name: str) -> Sandbox:
-    """A container engine of this host, whose tools are all there; raises UserError."""
-    from miles_core.agent_server import containers
-
-    made: type[containers.ContainerEnvironment] = getattr(containers, CONTAINERS[name])
-    try:
-        made.preflight()
-    except SystemExit as error:  # this is how Harbor says what is missing
-        raise UserError(f"--sandbox {name}: {error}") from error
-    command = made.runtime().compose_cmd("version")
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        said = " ".join((done.stderr or done.stdout).split())[-300:]
-        raise UserError(f"--sandbox {name}: {' '.join(command)} fails: {said}", COMPOSE[name])
-    return Sandbox(name, False, f"{containers.__name__}:{made.__name__}")
 
 
 def _by_class(name: str) -> Sandbox:
@@ -91,8 +75,30 @@ def _by_class(name: str) -> Sandbox:
     return Sandbox(name, issubclass(made, BubblewrapEnvironment), name)
 
 
-def check_host() -> None:
-    """Whether this host can make our sandboxes; raises UserError."""
+def check_host(sandbox: Sandbox) -> None:
+    """Whether this host can make sandboxes of a kind, as far as it can tell; raises UserError."""
+    if sandbox.ours:
+        _check_bubblewrap()
+    elif sandbox.name in CONTAINERS:
+        _check_engine(sandbox.name)
+
+
+def _check_engine(name: str) -> None:
+    from miles_core.agent_server import containers
+
+    made: type[containers.ContainerEnvironment] = getattr(containers, CONTAINERS[name])
+    try:
+        made.preflight()
+    except SystemExit as error:  # this is how Harbor says what is missing
+        raise UserError(f"--sandbox {name}: {error}") from error
+    command = made.runtime().compose_cmd("version")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        said = " ".join((done.stderr or done.stdout).split())[-300:]
+        raise UserError(f"--sandbox {name}: {' '.join(command)} fails: {said}", COMPOSE[name])
+
+
+def _check_bubblewrap() -> None:
     from miles_core.agent_server.sandbox.system import missing_tools, probe_user_namespace
 
     missing = missing_tools()

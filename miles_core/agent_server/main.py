@@ -190,8 +190,7 @@ def lock_trials(directory: Path) -> IO[str]:
 def run(args: argparse.Namespace, listener: socket.socket, dashboard: socket.socket | None) -> int:
     """Load Harbor, prepare the sandboxes, serve until a signal; the exit status."""
     sandbox = environments.find(args.sandbox)
-    if sandbox.ours:
-        environments.check_host()
+    environments.check_host(sandbox)
     from miles_core.agent_server.runner import Runner, quiet_libraries
 
     quiet_libraries(args.trials_dir)

@@ -16,7 +16,7 @@ from harbor.models.trial.config import AgentConfig
 
 from miles_core.agent_server.agents.address import inside, relayed
 from miles_core.agent_server.agents.job import AgentJob
-from miles_core.agent_server.agents.mini import MINI, installed
+from miles_core.agent_server.agents.mini import MINI
 from miles_core.agent_server.agents.terminus import TERMINUS
 from miles_core.agent_server.protocol import PROBE, TrialRequest
 from miles_core.agent_server.settings import SETUP_LIMIT_S, ServerSettings
@@ -52,15 +52,14 @@ def _refused(message: str) -> TaskProblem:
 def job_of(request: TrialRequest, settings: ServerSettings) -> AgentJob:
     """The job of the agent that a request names."""
     job = AgentJob(request, settings.agent_config)
-    if not _ours(request, settings):
+    if not _ours(request):
         job.turns = job.tool_calls = job.input_tokens = job.output_tokens = None
     return job
 
 
-def _ours(request: TrialRequest, settings: ServerSettings) -> bool:
+def _ours(request: TrialRequest) -> bool:
     """Whether the agent is one of ours, whose every model call is seen."""
-    mini = request.agent_name == MINI and settings.sandbox.ours
-    return mini or request.agent_name == TERMINUS
+    return request.agent_name in (MINI, TERMINUS)
 
 
 def relays(request: TrialRequest) -> list[tuple[int, str, int]]:
@@ -102,10 +101,10 @@ async def agent_config(
             kwargs={"trial_id": trial_id},
             **values,
         )
-    if name == MINI and settings.sandbox.ours:
-        return AgentConfig(
-            import_path=f"{__package__}.mini:MiniSweAgent", kwargs={"trial_id": trial_id}, **values
-        )
+    if name == MINI:
+        ours = "mini:MiniSweAgent" if settings.sandbox.ours else "mini_outside:MiniSweAgentOutside"
+        path = f"{__package__}.{ours}"
+        return AgentConfig(import_path=path, kwargs={"trial_id": trial_id}, **values)
     return await _of_harbor(request, settings, values)
 
 
@@ -115,8 +114,6 @@ async def _of_harbor(
     """An agent that only Harbor knows, or a class of somebody's own."""
     name = request.agent_name
     values["import_path" if ":" in name else "name"] = name
-    if name == MINI:
-        values["kwargs"] = installed(request, settings.agent_config)
     values["env"] = {
         "OPENAI_API_KEY": NO_KEY,
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",

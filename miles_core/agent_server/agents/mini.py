@@ -1,7 +1,7 @@
 """mini-swe-agent: the real package's agent loop.
 
-In a bubblewrap sandbox it is a fork of a process that has its code loaded, with a model class of
-ours; nothing is installed. In any other environment Harbor installs it.
+It has a model class of ours, and nothing is installed. In a bubblewrap sandbox it is a fork of a
+process that has its code loaded; in any other it stays outside (`mini_outside`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from miles_core.agent_server.agents.address import inside
 from miles_core.agent_server.agents.job import JOBS, AgentFailed, AgentJob
 from miles_core.agent_server.protocol import TrialRequest
 from miles_core.agent_server.sandbox.environment import BubblewrapEnvironment
+from miles_core.agent_server.sandbox.streams import Completed
 from miles_core.verdicts import Cause
 
 MINI = "mini-swe-agent"
@@ -93,19 +94,6 @@ def _agent_settings(request: TrialRequest, config: dict[str, Any]) -> dict[str, 
     return agent
 
 
-def installed(request: TrialRequest, config: dict[str, Any]) -> dict[str, Any]:
-    """Harbor's own settings of the mini-swe-agent that it installs in an environment."""
-    model = {**config["model"], "model_kwargs": request.sampling_params}
-    return {
-        "session_id_headers": [],
-        "config": {
-            "agent": _agent_settings(request, config),
-            "environment": config["environment"],
-            "model": model,
-        },
-    }
-
-
 def mini_job(job: AgentJob, task: str) -> dict[str, Any]:
     """The job of `inside/run_agent.py`."""
     request = job.request
@@ -141,17 +129,15 @@ class MiniSweAgent(BaseAgent):
 
     @override
     async def setup(self, environment: BaseEnvironment) -> None:
-        """Nothing to install: the agent is bound into every sandbox."""
+        """Nothing to install: the agent has been loaded on this host."""
 
     @override
     async def run(
         self, instruction: str, environment: BaseEnvironment, context: AgentContext
     ) -> None:
         """Run the agent. Returns when the verifier may grade; raises AgentFailed otherwise."""
-        if not isinstance(environment, BubblewrapEnvironment):
-            raise AgentFailed(Cause.AGENT_SETUP_FAILED, "this agent needs a bubblewrap sandbox")
         job = self._job
-        done = await environment.run_agent(mini_job(job, instruction), job.on_line)
+        done = await self._work(instruction, environment)
         context.n_input_tokens = job.input_tokens
         context.n_output_tokens = job.output_tokens
         error = done.err.decode(errors="replace").strip()[-400:]
@@ -165,6 +151,12 @@ class MiniSweAgent(BaseAgent):
             job.exit_status = str(end.get("exit_status") or "") or None
             named = end.get("cause")
             job.cause = Cause(named) if named else _EXIT_CAUSES.get(job.exit_status or "")
+
+    async def _work(self, instruction: str, environment: BaseEnvironment) -> Completed:
+        """Run the agent to its end, and count its turns meanwhile."""
+        if not isinstance(environment, BubblewrapEnvironment):
+            raise AgentFailed(Cause.AGENT_SETUP_FAILED, "this agent needs a bubblewrap sandbox")
+        return await environment.run_agent(mini_job(self._job, instruction), self._job.on_line)
 
     def _ended_without_word(self, code: int, error: str) -> None:
         """A signal after a model answer is the doing of the agent's commands: it is graded."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from miles_core.agent_server.reaper.kinds import kinds_of, warning
-from miles_core.agent_server.reaper.left import Kind, KindFailed, Left
-from miles_core.agent_server.reaper.owner import read_owner, tag
+from miles_core.agent_server.reaper.left import Left
+from miles_core.agent_server.reaper.owner import read_owner
+from miles_core.agent_server.reaper.reaper import Reaper
 from miles_core.errors import UserError
 
 LOCK = ".lock"
@@ -22,7 +24,7 @@ def sweep(trials_dir: Path, end: bool) -> int:
     """Print a line for each sandbox of no running trial, and end them with `end`; an exit status.
 
     Raises UserError where a server works in the directory and `end` is asked for, as that server
-    ends them itself, and where a kind cannot be listed.
+    ends them itself.
     """
     owner = read_owner(trials_dir)
     if owner is None:
@@ -37,35 +39,27 @@ def sweep(trials_dir: Path, end: bool) -> int:
         kinds, unlisted = kinds_of(owner)
         for name in unlisted:
             print(f"note: {warning(name)}")
-        try:
-            return asyncio.run(_sweep(kinds, [] if free else _unfinished(trials_dir), end))
-        except KindFailed as error:
-            raise UserError(f"--sweep: {error}") from error
+        running = [] if free else _unfinished(trials_dir)
+        return asyncio.run(_sweep(Reaper(kinds, lambda: running), end))
 
 
-async def _sweep(kinds: list[Kind], running: list[str], end: bool) -> int:
-    rows: list[tuple[str, ...]] = [COLUMNS]
-    owned = {tag(trial_id) for trial_id in running}
-    for kind in kinds:
-        for left in await kind.find():
-            if left.tag in owned:
-                continue
-            if end:
-                await kind.remove(left)
-            rows.append(_row(left, bool(running), end))
+async def _sweep(reaper: Reaper, end: bool) -> int:
+    found = await (reaper.sweep() if end else reaper.find())
+    rows = [COLUMNS, *(_row(left) for left in found)]
     widths = [max(len(row[at]) for row in rows) for at in range(len(COLUMNS))]
-    for row in rows if len(rows) > 1 else []:
+    for row in rows if found else []:
         print(
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         )
-    print(f"{len(rows) - 1} sandboxes {'ended' if end else 'would be ended; nothing was'}")
-    return 0
+    print(f"{len(found)} sandboxes {'ended' if end else 'would be ended; nothing was'}")
+    for problem in reaper.problems:
+        print(f"miles-agent-server: {problem}", file=sys.stderr)
+    return 1 if reaper.problems else 0
 
 
-def _row(left: Left, served: bool, end: bool) -> tuple[str, ...]:
+def _row(left: Left) -> tuple[str, ...]:
     age = "?" if left.age_s is None else f"{left.age_s:.0f} s"
-    why = "its trial does not run" if served else "no server runs its trial"
-    return (left.kind, left.id, left.trial, age, left.content, why)
+    return (left.kind, left.id, left.trial, age, left.content, "its trial does not run")
 
 
 @contextlib.contextmanager

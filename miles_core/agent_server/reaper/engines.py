@@ -11,13 +11,13 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import time
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from miles_core.agent_server.clients import arguments, end_client
 from miles_core.agent_server.reaper.left import KindFailed, Left
 from miles_core.agent_server.reaper.owner import Owner
 
@@ -60,7 +60,8 @@ class Engine:
     async def remove(self, left: Left) -> None:
         """End and remove all of a sandbox; raises KindFailed with what the engine said."""
         for pid in left.parts.get("processes", ()):
-            _end_client(int(pid), left.id)
+            if left.id in " ".join(arguments(int(pid))):
+                await end_client(int(pid))
         containers = left.parts.get("containers", [])
         if containers:
             with contextlib.suppress(KindFailed):  # those that do not run
@@ -100,9 +101,9 @@ class Engine:
                         described += json.loads(await self._call(noun, "inspect", one))
         return [{key.lower(): value for key, value in item.items()} for item in described]
 
-    async def _call(self, *arguments: str) -> str:
+    async def _call(self, *words: str) -> str:
         process = await asyncio.create_subprocess_exec(
-            *[self.name, *arguments],
+            *[self.name, *words],
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -111,14 +112,14 @@ class Engine:
             async with asyncio.timeout(CALL_LIMIT_S):
                 out, err = await process.communicate()
         except TimeoutError as error:
-            raise KindFailed(f"{self.name} {arguments[0]}: no answer") from error
+            raise KindFailed(f"{self.name} {words[0]}: no answer") from error
         finally:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
         if process.returncode != 0:
             said = " ".join(err.decode(errors="replace").split())[-300:]
-            raise KindFailed(f"{self.name} {' '.join(arguments[:2])}: {said}")
+            raise KindFailed(f"{self.name} {' '.join(words[:2])}: {said}")
         return out.decode(errors="replace")
 
 
@@ -138,18 +139,7 @@ def _clients() -> Iterator[tuple[int, str, float]]:
         if not entry.isdigit():
             continue
         with contextlib.suppress(OSError, IndexError):
-            words = Path(f"/proc/{entry}/cmdline").read_bytes().decode(errors="replace").split("\0")
+            words = arguments(int(entry))
             if not CLIENTS.isdisjoint(os.path.basename(word) for word in words[:2]):
                 stat = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
                 yield int(entry), " ".join(words), uptime - int(stat[19]) / HZ
-
-
-def _end_client(pid: int, name: str) -> None:
-    """SIGKILL a program that still has a sandbox's name in its arguments."""
-    with contextlib.suppress(OSError):
-        handle = os.pidfd_open(pid)
-        try:
-            if name.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
-                signal.pidfd_send_signal(handle, signal.SIGKILL)
-        finally:
-            os.close(handle)

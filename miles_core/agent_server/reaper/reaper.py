@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Iterable
 
 from miles_core.agent_server.reaper.kinds import kinds_of, warning
@@ -26,33 +27,48 @@ class Reaper:
     """
 
     def __init__(
-        self, kinds: Iterable[Kind], live: Callable[[], Iterable[str]], lifetime_s: float
+        self,
+        kinds: Iterable[Kind],
+        live: Callable[[], Iterable[str]],
+        lifetime_s: float = math.inf,
     ) -> None:
         self._kinds = list(kinds)
         self._live = live
         self._lifetime_s = lifetime_s
         self._seen: set[tuple[str, str]] = set()
+        self.problems: list[str] = []
+        """What went wrong at the last look."""
         self._looking: asyncio.Task[None] | None = None
 
     async def find(self) -> list[Left]:
-        """The sandboxes that no running trial owns."""
+        """The sandboxes that no running trial owns; what went wrong is in `problems`."""
         found: list[Left] = []
+        self.problems = []
         for kind in self._kinds:
             try:
                 found += await kind.find()
             except KindFailed as error:
-                log.warning("sandboxes of %s were not looked for: %s", kind.name, error)
+                self.problems.append(f"sandboxes of {kind.name} were not looked for: {error}")
         owned = {tag(trial_id) for trial_id in self._live()}
         return [left for left in found if left.tag not in owned]
 
     async def sweep(self) -> list[Left]:
-        """End all of them now; returns those that were ended."""
+        """End all of them now; returns those that were ended.
+
+        More than one round finds what was being made meanwhile, and what another still used.
+        """
+        ended: dict[tuple[str, str], Left] = {}
         try:
             async with asyncio.timeout(SWEEP_LIMIT_S):
-                return await self._end(await self.find())
+                for _ in range(ROUNDS):
+                    found = await self.find()
+                    if not found:
+                        break
+                    ended |= {(left.kind, left.id): left for left in await self._end(found)}
         except TimeoutError:
-            log.warning("the sweep of sandboxes took more than %.0f s", SWEEP_LIMIT_S)
-            return []
+            self.problems.append(f"the sweep of sandboxes took more than {SWEEP_LIMIT_S:.0f} s")
+        self._tell()
+        return list(ended.values())
 
     async def look(self) -> list[Left]:
         """End those that have been without a trial long enough; returns them."""
@@ -75,18 +91,14 @@ class Reaper:
         if self._looking is not None:
             self._looking.cancel()
             await asyncio.wait([self._looking])
-        ended: list[Left] = []
-        for _ in range(ROUNDS):  # what was being made when it was looked for is found then
-            more = await self.sweep()
-            ended += more
-            if not more:
-                break
-        return ended
+        return await self.sweep()
 
     async def _keep_looking(self) -> None:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            for left in await self.look():
+            ended = await self.look()
+            self._tell()
+            for left in ended:
                 log.warning("ended the sandbox %s (%s) of no running trial", left.id, left.content)
 
     async def _end(self, found: list[Left]) -> list[Left]:
@@ -97,8 +109,12 @@ class Reaper:
                 await kinds[left.kind].remove(left)
                 ended.append(left)
             except KindFailed as error:
-                log.warning("the sandbox %s could not be ended: %s", left.id, error)
+                self.problems.append(f"the sandbox {left.id} could not be ended: {error}")
         return ended
+
+    def _tell(self) -> None:
+        for problem in self.problems:
+            log.warning(problem)
 
 
 async def open_reaper(owner: Owner, live: Callable[[], Iterable[str]], lifetime_s: float) -> Reaper:

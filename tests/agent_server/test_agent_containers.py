@@ -1,0 +1,239 @@
+"""Whole trials in podman: agents, limits, what an agent leaves, what the server leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("harbor")
+from agent_container_helpers import (  # noqa: E402
+    DOCKERFILE,
+    left,
+    own_podman,
+    remove_all,
+)
+from agent_scripted_model import DONE, ScriptedModel, bash, text  # noqa: E402
+from agent_server_helpers import TOML, Server, make_task  # noqa: E402
+
+from miles_core.agent_server.protocol import TrialRequest  # noqa: E402
+from miles_core.verdicts import Cause, VerdictKind  # noqa: E402
+
+pytestmark = [pytest.mark.agent_env, pytest.mark.slow]
+
+PUBLIC = TOML.replace('network_mode = "no-network"\n', "")
+LISTED = """#!/bin/bash
+echo 0 > /logs/verifier/reward.txt
+for one in /proc/[0-9]*; do tr '\\0' ' ' < $one/cmdline; echo; done
+exit 0
+"""
+DAEMON = "setsid sh -c 'while :; do sleep 1; done # name={}' >/dev/null 2>&1 </dev/null &"
+FORGER = (
+    "setsid sh -c 'while :; do echo 1 > /logs/verifier/reward.txt; done' "
+    ">/dev/null 2>&1 </dev/null &"
+)
+HEALTH = f"[environment.healthcheck]\ncommand = '''{DAEMON.format('started')}'''\nretries = 2\n"
+COMPOSE = """services:
+  main:
+    depends_on: [store]
+    volumes: ["shared:/shared"]
+  store:
+    image: localhost/miles-tests:1
+    command: ["sh", "-c", "echo 42 > /shared/answer; sleep 1000"]
+    volumes: ["shared:/shared"]
+volumes:
+  shared:
+"""
+
+
+@pytest.fixture(scope="module")
+def variables(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    beside = Path(sys.executable).parent
+    path = f"{beside}:{os.environ['PATH']}"
+    if shutil.which("podman-compose", path=path) is None:
+        pytest.skip("podman-compose is not installed")
+    root = tmp_path_factory.mktemp("podman")
+    made = own_podman(root)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**made, "PATH": path}.items():
+            patch.setenv(name, value)
+        yield made
+    remove_all(made, root)
+
+
+@pytest.fixture(scope="module")
+def server(variables: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    root = tmp_path_factory.mktemp("server")
+    make_task(root / "tasks", "answer", dockerfile=DOCKERFILE)
+    made = Server(root, root / "tasks", "--sandbox", "podman", "--agent-timeout", "100")
+    yield made
+    made.stop()
+
+
+def typed(line: str) -> dict[str, Any]:
+    commands = [{"keystrokes": line + "\n", "duration": 0.3}]
+    return text(json.dumps({"analysis": "", "plan": "", "commands": commands}))
+
+
+FINISHED = text(json.dumps({"analysis": "", "plan": "", "commands": [], "task_complete": True}))
+
+
+def until(true: Callable[[], Any], limit_s: float = 60.0) -> None:
+    end = time.monotonic() + limit_s
+    while not true():
+        assert time.monotonic() < end, "it did not come to that"
+        time.sleep(0.1)
+
+
+def last_output(server: Server) -> str:
+    path = max(server.trials.glob("*/harbor/*/verifier/test-stdout.txt"), key=os.path.getmtime)
+    return path.read_text()
+
+
+@pytest.mark.parametrize(("agent", "reward"), [("oracle", 1.0), ("nop", 0.0)])
+@pytest.mark.parametrize("toml", [TOML, PUBLIC])
+def test_verdicts(
+    server: Server, variables: dict[str, str], agent: str, reward: float, toml: str
+) -> None:
+    name = "public" if toml is PUBLIC else "answer"
+    make_task(server.tasks, name, dockerfile=DOCKERFILE, toml=toml)
+    result = server.run(name, agent)
+    assert (result.verdict.kind, result.reward) == (VerdictKind.GRADED, reward), result.verdict
+    assert left(variables) == {}
+
+
+def test_a_task_without_a_network_has_none(server: Server) -> None:
+    check = "#!/bin/bash\nls /sys/class/net\necho 1 > /logs/verifier/reward.txt\n"
+    make_task(server.tasks, "severed", dockerfile=DOCKERFILE, test=check)
+    server.run("severed", "nop")
+    assert last_output(server).split() == ["lo"]
+
+
+def test_services_and_their_volume(server: Server, variables: dict[str, str]) -> None:
+    solve = (
+        "#!/bin/bash\nuntil [ -s /shared/answer ]; do :; done\ncp /shared/answer /app/answer.txt\n"
+    )
+    task = make_task(server.tasks, "services", dockerfile=DOCKERFILE, toml=PUBLIC, solve=solve)
+    (task / "environment/docker-compose.yaml").write_text(COMPOSE)
+    result = server.run("services")
+    assert result.reward == 1.0, result.verdict
+    assert left(variables) == {}
+
+
+def test_mini_swe_agent_works_from_outside(server: Server) -> None:
+    """The sandbox has no network, no Python and no agent in it; limits hold all the same."""
+    script = [bash("sleep 30; true"), bash("uname -s; echo 42 > answer.txt"), bash(DONE)]
+    config = server.root / "agent.yaml"
+    config.write_text("environment:\n  timeout: 2\n")
+    root = server.root / "own"
+    root.mkdir()
+    own = Server(root, server.tasks, "--sandbox", "podman", "--agent-config", str(config))
+    model = ScriptedModel(script)
+    try:
+        result = own.run("answer", "mini-swe-agent", base_url=model.url)
+    finally:
+        model.close()
+        own.stop()
+    assert result.reward == 1.0, result.verdict
+    assert (result.exit_status, result.agent_metrics.turns) == ("Submitted", 3)
+    assert "timed out after 2 seconds" in json.dumps(model.requests[1]["messages"])
+    assert "Linux" in json.dumps(model.requests[2]["messages"][-1])
+    (kept,) = (own.trials / result.trial_id).rglob("mini-swe-agent.trajectory.json")
+    assert kept.parent.name == "agent" and "answer.txt" in kept.read_text()
+
+
+def test_terminus_works_in_tmux_of_the_container(server: Server) -> None:
+    model = ScriptedModel([typed("echo 42 > /app/answer.txt"), FINISHED, FINISHED])
+    try:
+        result = server.run("answer", "terminus-2", base_url=model.url)
+    finally:
+        model.close()
+    assert result.reward == 1.0, result.verdict
+    assert result.agent_metrics.turns == 3
+
+
+@pytest.mark.parametrize("agent", ["mini-swe-agent", "terminus-2"])
+def test_nothing_of_an_agent_out_of_time_is_beside_the_verifier(server: Server, agent: str) -> None:
+    make_task(
+        server.tasks, "hasty", dockerfile=DOCKERFILE, test=LISTED, toml=TOML + HEALTH, agent_s=8.0
+    )
+    answer = bash if agent == "mini-swe-agent" else typed
+    model = ScriptedModel(
+        [answer(FORGER), answer(f"{DAEMON.format('left')} sleep 600"), 60.0, text("")]
+    )
+    try:
+        result = server.run("hasty", agent, base_url=model.url)
+    finally:
+        model.close()
+    assert result.verdict.cause is Cause.AGENT_TIMEOUT, result.verdict
+    listed = last_output(server)
+    assert "reward.txt" not in listed and "name=left" not in listed, listed
+    assert "sleep 600" not in listed and "tmux" not in listed, listed
+    assert "name=started" in listed and result.reward == 0.0, listed
+
+
+def test_a_server_that_an_agent_leaves_is_its_work(server: Server) -> None:
+    make_task(server.tasks, "serve", dockerfile=DOCKERFILE, test=LISTED)
+    model = ScriptedModel([bash(DAEMON.format("served")), bash("echo more")])
+    try:
+        result = server.run("serve", "mini-swe-agent", base_url=model.url, max_turns=2)
+    finally:
+        model.close()
+    assert result.verdict.cause is Cause.TURN_LIMIT, result.verdict
+    assert "name=served" in last_output(server)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_no_sandbox_outlives_its_server(
+    variables: dict[str, str], tmp_path: Path, number: signal.Signals
+) -> None:
+    """At once when it is stopped; when it is killed, the next one finds them."""
+    make_task(tmp_path / "tasks", "long", dockerfile=DOCKERFILE, solve="sleep 500\n", agent_s=500)
+    building = DOCKERFILE + "RUN sleep 300\n"
+    make_task(tmp_path / "tasks", "build", dockerfile=building)
+    server = Server(tmp_path, tmp_path / "tasks", "--sandbox", "podman")
+    for task in ("long", "build"):
+        begin(server, task)
+    until(lambda: "-long-" in str(left(variables)) and running("sleep 500"))
+    until(lambda: running("sleep 300"))
+    server.stop(number)
+    if number is signal.SIGKILL:
+        assert "-long-" in str(left(variables)["containers"])
+        listed = sweep(server, "dry-run")
+        assert "-long-" in listed and "-build-" in listed and "nothing was" in listed
+        assert "-long-" in str(left(variables)["containers"])
+        server.start()
+        assert "of an earlier server" in (tmp_path / "server.log").read_text()
+    assert left(variables) == {} and not running("sleep 500") and not running("sleep 300")
+    if number is signal.SIGKILL:
+        assert server.stop() == 0
+    assert "0 sandboxes" in sweep(server, "now")
+
+
+def begin(server: Server, task: str) -> None:
+    """Start a trial that is named like its task."""
+    request = TrialRequest(instance_id=task, agent_name="oracle", lease_s=600)
+    server.call(lambda client: client.start(task, request))
+
+
+def sweep(server: Server, how: str) -> str:
+    command = [sys.executable, "-m", "miles_core.agent_server.main", "--sweep", how]
+    done = subprocess.run(
+        [*command, "--trials-dir", str(server.trials)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def running(command: str) -> bool:
+    listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
+    return any(line.endswith(command) and "-c" not in line for line in listed.stdout.splitlines())
