@@ -6,6 +6,7 @@ import difflib
 import importlib
 import os
 import subprocess
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +88,9 @@ def _check_engine(name: str) -> None:
     from miles_core.agent_server import containers
 
     made: type[containers.ContainerEnvironment] = getattr(containers, CONTAINERS[name])
+    beside = os.path.dirname(sys.executable)
+    if name == "podman" and os.path.exists(f"{beside}/podman-compose"):  # newer than the system's
+        os.environ["PATH"] = f"{beside}:{os.environ['PATH']}"
     try:
         made.preflight()
     except SystemExit as error:  # this is how Harbor says what is missing

@@ -49,17 +49,13 @@ def config_of(agent: str, sandbox: str, tmp_path: Path, **fields: object) -> Age
     return asyncio.run(choose.agent_config("x", request(agent, **fields), settings, 60.0))
 
 
-@pytest.mark.slow
-def test_mini_swe_agent_in_a_container_keeps_its_endpoint_and_settings(tmp_path: Path) -> None:
-    config = config_of(
-        "mini-swe-agent", "docker", tmp_path, max_turns=4, sampling_params={"temperature": 0.3}
-    )
-    assert (config.name, config.base_url) == ("mini-swe-agent", URL)
-    given = config.kwargs["config"]
-    assert given["agent"]["step_limit"] == 4
-    assert given["model"]["model_kwargs"] == {"temperature": 0.3}
-    agent = AgentFactory.create_agent_from_config(config, logs_dir=tmp_path)
-    assert agent.model_connection.execution_base_url == URL
+@pytest.mark.parametrize(
+    ("sandbox", "path"),
+    [("bubblewrap", "mini:MiniSweAgent"), ("docker", "mini_outside:MiniSweAgentOutside")],
+)
+def test_mini_swe_agent_is_never_installed(tmp_path: Path, sandbox: str, path: str) -> None:
+    config = config_of("mini-swe-agent", sandbox, tmp_path)
+    assert config.import_path == f"miles_core.agent_server.agents.{path}"
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -57,14 +56,10 @@ volumes:
 
 @pytest.fixture(scope="module")
 def variables(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    beside = Path(sys.executable).parent
-    path = f"{beside}:{os.environ['PATH']}"
-    if shutil.which("podman-compose", path=path) is None:
-        pytest.skip("podman-compose is not installed")
     root = tmp_path_factory.mktemp("podman")
     made = own_podman(root)
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**made, "PATH": path}.items():
+        for name, value in made.items():
             patch.setenv(name, value)
         yield made
     remove_all(made, root)
