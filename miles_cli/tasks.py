@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import signal
 import sys
 import time
@@ -14,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from miles_cli.cli import EXIT_FAILED, UsageError, nearest, print_json
-from miles_cli.live import duration, tasks_line
+from miles_cli.live import tasks_line
+from miles_cli.tasks_report import as_json, print_report, skipped_lines
 from miles_core.errors import UserError
 
 if TYPE_CHECKING:
@@ -22,17 +22,15 @@ if TYPE_CHECKING:
     from miles_core.admission.check import Progress
     from miles_core.admission.report import TaskReport
 
-_COLUMNS = (
-    "task",
-    "state",
-    "oracle",
-    "nop",
-    "forged",
-    "hidden",
-    "seconds",
-    "MB disk/mem",
-    "reason",
-)
+_OF_OWN_SERVER = {
+    "sandbox": "bubblewrap",
+    "images": "host",
+    "images_cache_gb": None,
+    "agent_timeout": 1800.0,
+    "trials_dir": None,
+    "agent_python": None,
+}
+"""Flags that say how an own server is started, and their defaults."""
 _LINE_S = 5.0
 """Seconds between two lines of progress where no terminal redraws one."""
 
@@ -80,6 +78,18 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--recheck", action="store_true", help="check what is in the cache, too")
     add("--sandbox", default="bubblewrap", help="kind of an own server (default: %(default)s)")
     add(
+        "--images",
+        choices=["host", "buildah", "podman"],
+        default="host",
+        help="what builds the images of an own server (default: %(default)s; see docs)",
+    )
+    add(
+        "--images-cache-gb",
+        type=float,
+        metavar="GB",
+        help="disk that the images of an own server may take; they are kept with --trials-dir",
+    )
+    add(
         "--agent-timeout",
         type=float,
         default=1800.0,
@@ -102,26 +112,43 @@ def run_check(args: argparse.Namespace) -> int:
 
     from miles_core.admission.report import State
 
-    tasks_dir, names = _selected(args.dir, args.ids)
+    _refuse_of_own_server(args)
+    tasks_dir, names, skipped = _selected(args.dir, args.ids)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     began = time.monotonic()
-    reports, sandbox = _all_cached(args, tasks_dir, names), args.sandbox
+    reports, sandbox = _all_cached(args, tasks_dir, names), _own_kind(args)
     if reports is None:
         with _server(args, tasks_dir) as (url, token):
             reports, sandbox = asyncio.run(_check(args, tasks_dir, names, url, token))
     seconds = time.monotonic() - began
     if args.json:
-        print_json(_as_json(tasks_dir, sandbox, reports, seconds))
+        print_json(as_json(tasks_dir, sandbox, reports, skipped, seconds))
     else:
-        _print_table(reports)
-        _print_reasons(reports)
-        print(_summary(reports, seconds))
+        print_report(reports, skipped, seconds)
     return 0 if all(r.state is State.ADMITTED for r in reports) else EXIT_FAILED
 
 
-def _selected(folder: Path, ids: list[str]) -> tuple[Path, list[str]]:
-    """The folder of tasks and the names to check in it."""
-    from miles_core.admission.digest import is_task, task_names
+def _refuse_of_own_server(args: argparse.Namespace) -> None:
+    """Raise UsageError for a flag that says how to start a server, when there is one."""
+    if not args.agent_server_url:
+        return
+    for name, default in _OF_OWN_SERVER.items():
+        if getattr(args, name) != default:
+            flag = f"--{name.replace('_', '-')}"
+            fix = "Give it to the server when it is started, or leave --agent-server-url out."
+            raise UsageError(f"{flag} is for a server that this command starts", fix)
+
+
+def _own_kind(args: argparse.Namespace) -> str:
+    """The kind of sandbox of an own server."""
+    from miles_core.agent_server.protocol import sandbox_kind
+
+    return sandbox_kind(args.sandbox, args.images)
+
+
+def _selected(folder: Path, ids: list[str]) -> tuple[Path, list[str], dict[str, list[str]]]:
+    """The folder of tasks, the names to check in it, and what else is there, by why it is none."""
+    from miles_core.admission.digest import is_task, no_tasks, task_names
 
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder", "Name a Harbor task or a folder of them.")
@@ -129,17 +156,19 @@ def _selected(folder: Path, ids: list[str]) -> tuple[Path, list[str]]:
         if ids:
             raise UsageError(f"{folder} is a task itself", "Leave the ids out.")
         whole = folder.resolve()
-        return whole.parent, [whole.name]
+        return whole.parent, [whole.name], {}
     known = task_names(folder)
     for name in ids:
         if name not in known:
             close = nearest(name, known)
             hint = f"Did you mean {close}?" if close else f"It has {len(known)} tasks."
             raise UsageError(f"no task {name} in {folder}", hint)
+    skipped = no_tasks(folder)
     if not known:
+        what = "\n".join(["it holds no task", *skipped_lines(skipped)])
         fix = "A task is a directory with task.toml, instruction.md, environment/ and tests/."
-        raise UserError(f"{folder} holds no task", fix)
-    return folder.resolve(), sorted(set(ids)) or known
+        raise UserError(f"{folder}: {what}", fix)
+    return folder.resolve(), sorted(set(ids)) or known, {} if ids else skipped
 
 
 @contextmanager
@@ -159,6 +188,8 @@ def _server(args: argparse.Namespace, tasks_dir: Path) -> Iterator[tuple[str, st
         agent_timeout=args.agent_timeout,
         trials_dir=args.trials_dir,
         python=args.agent_python,
+        images=args.images,
+        images_cache_gb=args.images_cache_gb,
     )
     with server.serve() as known:
         yield known
@@ -173,7 +204,7 @@ def _all_cached(
 
     if args.recheck or args.agent_server_url:
         return None
-    known = cached_reports(tasks_dir, CheckCache(args.cache, args.sandbox), names)
+    known = cached_reports(tasks_dir, CheckCache(args.cache, _own_kind(args)), names)
     return [known[name] for name in names] if len(known) == len(names) else None
 
 
@@ -197,11 +228,12 @@ async def _check(
         async with AgentServerClient(url, token) as client:
             health = await client.health()
             await client.tasks()  # the token is right
-            cache: CheckCache = CheckCache(args.cache, health.sandbox)
+            kind = health.sandbox_kind
+            cache: CheckCache = CheckCache(args.cache, kind)
             at_once = min(args.max_concurrent or at_once_here(), health.capacity)
             with _Line(sys.stderr) as line:
                 checker = Checker(client, tasks_dir, cache, at_once, line.show)
-                return await checker.check(names, args.recheck), health.sandbox
+                return await checker.check(names, args.recheck), kind
     except AgentServerUnreachable as error:
         fix = "Start it, correct --agent-server-url, or leave it out for an own one."
         raise UserError(f"no agent server answers at {url}: {error}", fix) from error
@@ -242,80 +274,3 @@ class _Line:
 def progress_text(progress: Progress) -> str:
     """How far the checks are, in one line."""
     return tasks_line(progress.event())
-
-
-def _as_json(
-    tasks_dir: Path, sandbox: str, reports: list[TaskReport], seconds: float
-) -> dict[str, Any]:
-    from collections import Counter
-
-    from miles_core.admission.report import CHECKS_VERSION, State
-
-    states = Counter(report.state for report in reports)
-    return {
-        "tasks_dir": str(tasks_dir),
-        "sandbox": sandbox,
-        "checks_version": CHECKS_VERSION,
-        "admitted": states[State.ADMITTED] == len(reports),
-        "states": {state.value: states[state] for state in State},
-        "seconds": round(seconds, 3),
-        "tasks": [report.to_json() for report in reports],
-    }
-
-
-def _print_table(reports: list[TaskReport]) -> None:
-    """A table as wide as the terminal, where long reasons are cut; elsewhere nothing is."""
-    rows = [list(_COLUMNS), *(_row(report) for report in reports)]
-    widths = [max(len(row[k]) for row in rows) for k in range(len(_COLUMNS) - 1)]
-    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=True)]
-        line = "  ".join([*cells, row[-1]]).rstrip()
-        print(line if room is None or len(line) <= room else f"{line[: room - 1]}…")
-
-
-def _row(report: TaskReport) -> list[str]:
-    def outcome(trial: Any) -> str:
-        if trial is None:
-            return "-"
-        return f"{trial.reward:g}" if trial.reward is not None else str(trial.cause)
-
-    def choice(value: bool | None, yes: str, no: str) -> str:
-        return "-" if value is None else yes if value else no
-
-    def megabytes(value: int | None) -> str:
-        return "-" if value is None else f"{value / 1e6:.0f}"
-
-    return [
-        report.task,
-        report.state + (" (cached)" if report.cached else ""),
-        outcome(report.oracle),
-        outcome(report.nop),
-        choice(report.forged_reward_survives, "taken", "refused"),
-        choice(report.solution_hidden, "yes", "no"),
-        f"{report.seconds:.1f}",
-        f"{megabytes(report.disk_bytes)}/{megabytes(report.memory_peak_bytes)}",
-        report.reason,
-    ]
-
-
-def _print_reasons(reports: list[TaskReport]) -> None:
-    """Every reason in full, with what to do about it, and notes."""
-    print()
-    for report in reports:
-        fixes = zip(report.reasons, report.fixes, strict=True)
-        lines = [f"  {reason}\n    -> {fix}" for reason, fix in fixes]
-        lines += [f"  note: {note}" for note in report.notes]
-        if lines:
-            print("\n".join([f"{report.task}: {report.state}", *lines]))
-
-
-def _summary(reports: list[TaskReport], seconds: float) -> str:
-    from collections import Counter
-
-    states = Counter(report.state.value for report in reports)
-    told = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
-    cached = sum(report.cached for report in reports)
-    noun = "task" if len(reports) == 1 else "tasks"
-    text = f"{len(reports)} {noun} in {duration(seconds)}: {told}"
-    return f"{text} ({cached} from the cache)" if cached else text

@@ -78,7 +78,7 @@ def verify_agent_server(run: RunDir, config: MilesConfig, rows: Path, check: Che
             get_run_logger().warning("%s", warning)
         require(report.problems)
         assert report.health is not None
-        sandbox = report.health.sandbox
+        sandbox = report.health.sandbox_kind
         for name in admit_tasks(run, config, ids, (url, token, sandbox), check):
             get_run_logger().warning("task %s has no solution that could prove it", name)
         record_inputs(run, agent_server_url=url)

@@ -20,6 +20,7 @@ from miles_core.agent_server.protocol import (
     PROBE,
     TrialRequest,
     TrialResult,
+    id_problem,
     valid_id,
 )
 from miles_core.verdicts import Cause
@@ -32,7 +33,7 @@ ATTEMPTS = 2
 
 TRIAL_MARGIN_S = 60.0
 _POLL_S = 0.2
-_SAVE_S = 5.0
+_SAVE_S = 2.0
 
 
 @dataclass
@@ -199,7 +200,7 @@ def unnamed(name: str) -> TaskReport:
     return TaskReport(
         task=name,
         state=State.FAILED,
-        reasons=["the folder's name is no task id (letters, digits, '.', '_' and '-')"],
+        reasons=[f"the folder's name is no task id: {id_problem(name)}"],
         fixes=["rename the folder"],
     )
 

@@ -20,11 +20,30 @@ def is_task(directory: Path) -> bool:
 
 def task_names(tasks_dir: Path) -> list[str]:
     """The names of the task directories of a folder."""
-    return sorted(
-        entry.name
-        for entry in tasks_dir.iterdir()
-        if not entry.name.startswith(".") and entry.is_dir() and is_task(entry)
-    )
+    return sorted(entry.name for entry in tasks_dir.iterdir() if _why_none(entry) is None)
+
+
+def no_tasks(tasks_dir: Path) -> dict[str, list[str]]:
+    """The names of what else is in a folder, sorted, by why they are no tasks."""
+    found: dict[str, list[str]] = {}
+    for entry in sorted(tasks_dir.iterdir()):
+        why = _why_none(entry)
+        if why is not None:
+            found.setdefault(why, []).append(entry.name)
+    return found
+
+
+def _why_none(entry: Path) -> str | None:
+    """Why an entry of a folder is no task, or None for one."""
+    if entry.name.startswith("."):
+        return "hidden"
+    if entry.is_symlink() and not entry.exists():
+        return "a link that leads nowhere"
+    if not entry.is_dir():
+        return "a file"
+    if is_task(entry):
+        return None
+    return "an empty folder" if not any(entry.iterdir()) else "a folder without task.toml"
 
 
 def has_solution(task_dir: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +38,7 @@ FINAL = frozenset(
 )
 """Causes after which another trial of the task would tell nothing new."""
 
+_MISSING = re.compile(r" has no (\S*(?:task\.toml|instruction\.md|test\.sh))$")
 _NO_SOLUTION = ("Solution script", "No OS-compatible solution")
 _TIMES = {
     "environment": "env_setup_time",
@@ -57,6 +59,12 @@ FIX_VERIFIER = (
 )
 FIX_SLOW = "let the tests end, or raise timeout_sec of [verifier] in task.toml"
 FIX_PARSE = "correct the task's files"
+FIX_MISSING = {
+    "task.toml": "add it, with the task's limits; an empty one has Harbor's defaults",
+    "instruction.md": "add it: it tells the agent what to do",
+    "test.sh": "add it: the script that grades, which writes a number to /logs/verifier/reward.txt",
+}
+"""What to do about a file that a task lacks, by the last part of its name."""
 FIX_SANDBOX = "check it in another sandbox (--sandbox docker), or leave its rows out"
 FIX_SOLUTION = "add solution/solve.sh, so that a check can show that full reward can be reached"
 FIX_WORLD = "try again; when it stays, see the agent server's log"
@@ -152,7 +160,12 @@ def _final(report: TaskReport, trials: list[TrialResult]) -> State | None:
             _against(report, f"no verdict ({cause}): {detail}", fix)
             return State.UNDECIDED
         if cause in (Cause.TASK_INVALID, Cause.TASK_NOT_FOUND):
-            _against(report, detail, FIX_PARSE)
+            missing = _MISSING.search(detail)
+            if missing:
+                name = missing.group(1)
+                _against(report, f"it has no {name}", FIX_MISSING[name.rpartition("/")[2]])
+            else:
+                _against(report, detail, FIX_PARSE)
             return State.FAILED
     return None
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-CHECKS_VERSION = 1
+CHECKS_VERSION = 2
 """Goes up when the checks, or what a sandbox lets an agent do, change: all tasks are checked
 again then."""
 

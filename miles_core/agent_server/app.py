@@ -25,6 +25,7 @@ from miles_core.agent_server.protocol import (
     TrialResult,
     TrialState,
     TrialStatus,
+    id_problem,
     valid_id,
 )
 from miles_core.agent_server.queueing import QueueFull
@@ -47,7 +48,11 @@ class FlushRequest(BaseModel):
 
 def _checked_id(trial_id: str) -> str:
     if not valid_id(trial_id):
-        raise Refused(422, "invalid_trial_id", f"{trial_id[:80]!r} cannot name a trial")
+        raise Refused(
+            422,
+            "invalid_trial_id",
+            f"{trial_id[:80]!r} cannot name a trial: {id_problem(trial_id)}",
+        )
     return trial_id
 
 

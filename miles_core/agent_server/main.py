@@ -190,6 +190,10 @@ def lock_trials(directory: Path) -> IO[str]:
 def run(args: argparse.Namespace, listener: socket.socket, dashboard: socket.socket | None) -> int:
     """Load Harbor, prepare the sandboxes, serve until a signal; the exit status."""
     sandbox = environments.find(args.sandbox)
+    if args.images != "host" and not sandbox.ours:
+        raise UserError(
+            f"--images {args.images}: Harbor builds the images of {sandbox.name} itself"
+        )
     environments.check_host(sandbox)
     from miles_core.agent_server.runner import Runner, quiet_libraries
 
@@ -222,6 +226,7 @@ def run(args: argparse.Namespace, listener: socket.socket, dashboard: socket.soc
     health: dict[str, Any] = {
         "capacity": settings.max_concurrent,
         "sandbox": sandbox.name,
+        "images": args.images if sandbox.ours else "",
         "limits": {**tree.limits, "seccomp": no_filter() or "filter"} if tree else {},
         "harbor_version": importlib.metadata.version("harbor"),
         "agent_timeout_s": settings.agent_timeout_s,

@@ -34,6 +34,18 @@ def valid_id(value: str) -> bool:
     return len(value) <= MAX_ID_LENGTH and _ID.fullmatch(value) is not None
 
 
+def id_problem(value: str) -> str:
+    """Why `value`, which is no valid id, is none."""
+    if not value:
+        return "it is empty"
+    if len(value) > MAX_ID_LENGTH:
+        return f"it has {len(value)} characters, and an id has at most {MAX_ID_LENGTH}"
+    odd = next((letter for letter in value if not _ID.fullmatch(f"a{letter}")), None)
+    if odd is not None:
+        return f"it has {odd!a}, and an id has letters of ASCII, digits, '.', '_' and '-' alone"
+    return f"it begins with {value[0]!a}, and an id begins with a letter or a digit"
+
+
 MOST_SECONDS = 10_000_000.0
 """Of every time that a request names."""
 MOST_COUNT = 2**31 - 1
@@ -217,6 +229,7 @@ class Health(BaseModel):
     running: int
     queued: int
     sandbox: str
+    images: str = Field("host", description="What builds images; empty where Harbor does")
     limits: dict[str, str] = Field(description="How each resource limit is enforced")
     harbor_version: str
     agent_timeout_s: float
@@ -224,6 +237,16 @@ class Health(BaseModel):
     tasks_dir: str
     tasks_found: int
     agents: list[str]
+
+    @property
+    def sandbox_kind(self) -> str:
+        """The kind of sandbox by which results of task checks are told apart."""
+        return sandbox_kind(self.sandbox, self.images)
+
+
+def sandbox_kind(sandbox: str, images: str) -> str:
+    """A name for a sandbox with what builds its images: another one runs other tasks."""
+    return sandbox if images in ("", "host") else f"{sandbox} with {images}"
 
 
 _EXIT_STATUS = {

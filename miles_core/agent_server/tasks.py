@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
 from harbor.models.task.config import NetworkMode
 from harbor.models.task.task import Task
 from harbor.utils.env import get_required_host_vars
+from pydantic import ValidationError
 
-from miles_core.agent_server.protocol import valid_id
+from miles_core.agent_server.protocol import id_problem, valid_id
 from miles_core.verdicts import Cause
 
 NETWORK_COMMANDS = re.compile(
@@ -67,7 +69,7 @@ class TaskSet:
         if not valid_id(instance_id):
             raise TaskProblem(
                 Cause.TASK_NOT_FOUND,
-                f"{instance_id!r} is not a task id (letters, digits, '.', '_' and '-')",
+                f"{instance_id[:200]!r} is not a task id: {id_problem(instance_id)}",
             )
         if not self.root.is_dir():
             raise TasksGone(self.root)
@@ -76,20 +78,37 @@ class TaskSet:
             raise TaskProblem(Cause.TASK_NOT_FOUND, f"no task {instance_id!r} in {self.root}")
         if not directory.resolve().is_relative_to(self.root.resolve()):
             raise TaskProblem(Cause.TASK_NOT_FOUND, f"{instance_id!r} leaves the tasks directory")
-        if not (directory / "task.toml").is_file():
-            raise TaskProblem(Cause.TASK_INVALID, f"{directory} has no task.toml")
         return directory
 
     def load(self, instance_id: str) -> Task:
         """The parsed task; raises TaskProblem."""
         directory = self.directory(instance_id)
+        if not (directory / "task.toml").is_file():
+            raise TaskProblem(Cause.TASK_INVALID, f"{directory} has no task.toml")
         try:
             task = Task(directory)
+        except (tomllib.TOMLDecodeError, ValidationError) as error:
+            problem = f"{directory}/task.toml: {one_line(error)}"
+            raise TaskProblem(Cause.TASK_INVALID, problem) from error
         except Exception as error:  # whatever the parser makes of a file of unknown origin
-            raise TaskProblem(Cause.TASK_INVALID, f"{directory}: {one_line(error)}") from error
+            name = _missing(directory) if isinstance(error, FileNotFoundError) else None
+            problem = f"{directory} has no {name}" if name else f"{directory}: {one_line(error)}"
+            raise TaskProblem(Cause.TASK_INVALID, problem) from error
         _check_limits(task)
         _check_variables(task)
         return task
+
+
+def _missing(directory: Path) -> str | None:
+    """The first file that every task has and this one has not, by its name in the task."""
+    steps = tomllib.loads((directory / "task.toml").read_text()).get("steps")
+    roots = [f"steps/{step['name']}/" for step in steps] if steps else [""]
+    for root in roots:
+        if not (directory / root / "instruction.md").exists():
+            return f"{root}instruction.md"
+        if not any((directory / place / "tests/test.sh").exists() for place in (root, "")):
+            return f"{root}tests/test.sh"
+    return None
 
 
 def _check_limits(task: Task) -> None:

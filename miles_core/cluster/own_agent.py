@@ -33,6 +33,8 @@ class OwnAgentServer:
     agent_timeout: float = 1800.0
     trials_dir: Path | None = None
     python: Path | None = None
+    images: str = "host"
+    images_cache_gb: float | None = None
 
     @contextmanager
     def serve(self) -> Iterator[tuple[str, str]]:
@@ -68,6 +70,9 @@ class OwnAgentServer:
         command += ["--max-concurrent", str(self.max_concurrent)]
         command += ["--agent-timeout", f"{self.agent_timeout:g}"]
         command += ["--trials-dir", str((self.trials_dir or folder / "trials").absolute())]
+        command += ["--images", self.images]
+        if self.images_cache_gb is not None:
+            command += ["--images-cache-gb", f"{self.images_cache_gb:g}"]
         return [*command, "--tasks-dir", str(self.tasks_dir.absolute())]
 
 

@@ -52,6 +52,12 @@ def make_task(
     return task
 
 
+STEPS = """schema_version = "1.4"
+[environment]
+network_mode = "no-network"
+[[steps]]
+name = "one"
+"""
 GIT_HISTORY = """FROM debian:12-slim
 WORKDIR /app
 RUN git init -q . && git config user.email a@b.c && git config user.name n && \\
@@ -94,9 +100,13 @@ def make_all(root: Path) -> dict[str, str]:
     make_task(root, "no-solution", solve=None)
     make_task(root, "broken-toml", toml="[agent\n")
     make_task(root, "unsupported", dockerfile="FROM nvidia/cuda:12\n")
-    make_task(root, "hangs", solve="#!/bin/bash\nsleep 1000\n", agent_s=3.0)
-    make_task(root, "verifier-hangs", test="#!/bin/bash\nsleep 1000\n", verifier_s=3.0)
+    make_task(root, "hangs", solve="#!/bin/bash\nsleep 1000\n", agent_s=1.0)
+    make_task(root, "verifier-hangs", test="#!/bin/bash\nsleep 1000\n", verifier_s=1.0)
     make_task(root, "odd name")
+    (make_task(root, "no-tests") / "tests/test.sh").unlink()
+    (make_task(root, "no-instruction") / "instruction.md").unlink()
+    (make_task(root, "no-toml") / "task.toml").unlink()
+    (make_task(root, "a-step-without-tests", toml=STEPS) / "tests/test.sh").unlink()
     states = dict.fromkeys((path.name for path in root.iterdir()), "failed")
     states |= {"good": "admitted", "no-solution": "unproven", "unsupported": "unsupported"}
     return states

@@ -12,7 +12,7 @@ from admission_helpers import make_task
 
 from miles_core.admission import cache as cache_module
 from miles_core.admission.cache import CheckCache
-from miles_core.admission.digest import has_solution, is_task, task_digest, task_names
+from miles_core.admission.digest import has_solution, is_task, no_tasks, task_digest, task_names
 from miles_core.admission.report import State, TaskReport
 from miles_core.errors import UserError
 
@@ -73,7 +73,19 @@ def test_task_folders_are_told_from_others(tmp_path: Path) -> None:
     (tmp_path / ".git").mkdir()
     make_task(tmp_path, "without-toml", solve=None)
     (tmp_path / "without-toml/task.toml").unlink()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "notes" / "file").touch()
+    (tmp_path / "rows.jsonl").touch()
+    (tmp_path / "absent").symlink_to("nowhere")
+    (tmp_path / "linked").symlink_to("rows.jsonl")
     assert task_names(tmp_path) == ["one", "without-toml"]
+    assert no_tasks(tmp_path) == {
+        "hidden": [".git"],
+        "a link that leads nowhere": ["absent"],
+        "an empty folder": ["empty"],
+        "a file": ["linked", "rows.jsonl"],
+        "a folder without task.toml": ["notes"],
+    }
     assert is_task(tmp_path / "one")
     assert not is_task(tmp_path)
     assert [has_solution(tmp_path / n) for n in ("one", "without-toml")] == [True, False]
@@ -111,7 +123,10 @@ def test_another_version_of_the_checks_forgets(
     assert CheckCache(path, "bubblewrap").get("one", "d1") is None
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"checks_version": 1, "reports": {"a": 1}}'])
+BROKEN = f'{{"checks_version": {cache_module.CHECKS_VERSION}, "reports": {{"a": 1}}}}'
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[1]", BROKEN])
 def test_a_file_that_is_no_cache_is_told_and_kept(tmp_path: Path, content: str) -> None:
     path = tmp_path / "checks.json"
     path.write_text(content)

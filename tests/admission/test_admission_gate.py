@@ -102,7 +102,7 @@ def test_without_a_solution_a_task_is_let_through_with_a_warning_unless_proof_is
 def test_tasks_that_cannot_be_read_here_are_checked_every_time(
     server: tuple[str, str], tmp_path: Path
 ) -> None:
-    gate = make_gate(tmp_path / "elsewhere", tmp_path, "run", "good", "no-solution")
+    gate = make_gate(tmp_path / "elsewhere", tmp_path, "run", "no-solution")
     for _ in range(2):
         assert ask(gate, server)[-1].cached == 0
     assert gate.unproven == ["no-solution"]
@@ -164,10 +164,14 @@ def train(tasks: Path, runs: Path, names: list[str], *flags: str):
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
 
 
-def test_miles_train_refuses_before_a_run_is_made(tasks: Path, tmp_path: Path) -> None:
+def test_miles_train_refuses_before_a_run_is_made(
+    tasks: Path, server: tuple[str, str], tmp_path: Path
+) -> None:
     cache = tmp_path / ".cache" / "task_checks.json"
     command = [str(MILES), "tasks", "check", str(tasks), "good", "wrong", "--cache", str(cache)]
-    assert subprocess.run(command, capture_output=True, timeout=120).returncode == 1
+    command += ["--agent-server-url", server[0]]
+    env = {**os.environ, "HARBOR_ADMIN_SECRET": server[1]}
+    assert subprocess.run(command, capture_output=True, timeout=120, env=env).returncode == 1
     done = train(tasks, tmp_path, ["good", "wrong"])
     assert done.returncode == 2, done.stderr
     assert "1 of the run's 2 tasks are not admitted" in done.stderr
@@ -208,6 +212,7 @@ def test_ctrl_c_keeps_what_was_found_and_leaves_nothing_running(tmp_path: Path) 
     assert procs.wait_gone(procs.marked("TEST_MARK_OF_TASKS", mark), 20.0)
 
 
+@pytest.mark.slow
 def test_a_limit_of_the_server_is_not_held_against_a_task_for_good(tmp_path: Path) -> None:
     tasks = tmp_path / "tasks"
     make_task(tasks, "long", solve="#!/bin/bash\nsleep 1000\n", agent_s=600.0)

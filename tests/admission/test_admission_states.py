@@ -74,11 +74,15 @@ def test_a_good_task_was_looked_at_from_all_sides(tasks: dict[str, dict[str, Any
         ("tests-baked", "the agent can read /tests"),
         ("in-git", "solution/solve.sh is in a git commit"),
         ("no-solution", "no solution"),
-        ("broken-toml", "TOMLDecodeError"),
+        ("broken-toml", "broken-toml/task.toml: TOMLDecodeError"),
         ("unsupported", "nvidia/cuda"),
         ("hangs", "the solution gets 0, not 1 after its time was up"),
         ("verifier-hangs", "verifier_timeout"),
-        ("odd name", "no task id"),
+        ("odd name", "no task id: it has ' '"),
+        ("no-tests", "it has no tests/test.sh"),
+        ("no-instruction", "it has no instruction.md"),
+        ("no-toml", "it has no task.toml"),
+        ("a-step-without-tests", "it has no steps/one/instruction.md"),
     ],
 )
 def test_the_reason_and_the_way_on_are_told(

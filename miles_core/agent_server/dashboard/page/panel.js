@@ -4,6 +4,7 @@ import { $, ask, bytes, clock, el, now, number, patch, seconds, wholeSeconds, wo
 
 const LONG_LINES = 14;
 const LONG_TEXT = 1600;
+const FOLLOW_PX = 40;
 const ROLES = ["system", "user", "assistant", "tool", "exit"];
 const panel = $("panel");
 const opened = new Set();
@@ -80,6 +81,7 @@ function build(id) {
 
 function fill(data) {
   const { trial } = data;
+  const atEnd = panel.scrollTop > 0 && panel.scrollHeight - panel.scrollTop - panel.clientHeight < FOLLOW_PX;
   parts.ended = trial.state === "ended";
   write(parts.name, trial.task ?? "unknown task");
   badge(parts.badge, trial);
@@ -95,6 +97,7 @@ function fill(data) {
   if (!data.trajectories.length) sections.unshift({ kind: "none", text: noTrajectory(data) });
   if (!data.outputs.verifier.length && parts.ended && data.kept) sections.push({ kind: "none", text: "The verifier printed nothing." });
   fillSections(sections);
+  if (atEnd && !parts.ended) panel.scrollTop = panel.scrollHeight; // who reads at the end stays there
 }
 
 function noTrajectory(data) {
@@ -210,7 +213,8 @@ function turnsNote(section) {
   if (section.problem) return section.problem;
   const count = section.turns.length;
   const before = section.first ? `, the last ${count}` : "";
-  return `${section.first + count} messages${before}, ${section.format === "live" ? "so far" : section.format}`;
+  const source = section.format === "live" ? "" : `, ${section.format}`;
+  return `${section.first + count} messages${before}${source}${parts.ended ? "" : ", so far"}`;
 }
 
 function output(one, place) {
