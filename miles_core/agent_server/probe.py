@@ -12,6 +12,7 @@ import shlex
 from typing import Any, override
 
 from harbor.agents.base import BaseAgent
+from harbor.agents.capabilities import AgentCapabilities
 from harbor.environments.base import BaseEnvironment
 from harbor.models.agent.context import AgentContext
 
@@ -19,6 +20,7 @@ from miles_core.agent_server.agents import JOBS
 from miles_core.agent_server.probe_scripts import FORGE, GIT, LOOK
 from miles_core.agent_server.probe_secrets import Secret, in_patches, secrets_of, targets_of
 from miles_core.agent_server.protocol import FORGED_REWARD, PROBE
+from miles_core.agent_server.task_keys import ignored_keys
 
 COMMAND_LIMIT_S = 30
 """Seconds of one script."""
@@ -47,6 +49,9 @@ class ProbeAgent(BaseAgent):
         self._forge = str(extra.get("forge", "files"))
         self._look = bool(extra.get("look", True))
 
+    capabilities = AgentCapabilities(skills=True, mcp_servers=True, mcp_http_headers=True)
+    """It needs none of them, and a task that has some is looked at as any other."""
+
     @staticmethod
     @override
     def name() -> str:
@@ -68,6 +73,7 @@ class ProbeAgent(BaseAgent):
         task_dir = environment.environment_dir.parent
         found = Looking(environment, secrets_of(task_dir))
         if self._look:
+            found.notes += ignored_keys(task_dir / "task.toml")
             await found.look()
             self._look = False
         words = [self._forge, repr(FORGED_REWARD), *targets_of(task_dir)]

@@ -48,6 +48,9 @@ FULL_REWARD = 1.0
 REWARD_LIMIT = 1e6
 """The largest size of a reward: sums and squares of such numbers stay exact enough to train on."""
 
+UNABLE_AGENT = ", in _validate_agent_capabilities\n"
+"""Where Harbor finds that a task has skills or servers that an agent knows nothing of."""
+
 CHAINED = "\n\nThe above exception was the direct cause of the following exception:"
 
 
@@ -166,6 +169,8 @@ def _cause(failure: ExceptionInfo, phase: Phase) -> Cause:
     kind, message = failure.exception_type, failure.exception_message
     if kind in BY_EXCEPTION:
         return BY_EXCEPTION[kind]
+    if UNABLE_AGENT in failure.exception_traceback:
+        return Cause.SANDBOX_UNSUPPORTED
     if "\nmiles_core.agent_server.sandbox.errors.SandboxGone: " in failure.exception_traceback:
         return Cause.SANDBOX_FAILED
     if kind == "FileNotFoundError" and message.startswith(("Solution script", "No test script")):

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("harbor")
 from agent_scripted_model import DONE, ScriptedModel, bash  # noqa: E402
-from agent_server_helpers import CHECK, Server, make_task  # noqa: E402
+from agent_server_helpers import CHECK, TOML, Server, make_task  # noqa: E402
 
 from miles_core.verdicts import Cause, VerdictKind  # noqa: E402
 
@@ -144,3 +144,18 @@ def test_reward_that_an_agent_writes_is_not_taken(server: Server, kind: str) -> 
 def slow_check(tasks: Path) -> None:
     """A task whose verifier leaves time to forge before and after it writes."""
     make_task(tasks, "slow-check", test=f"{CHECK.replace('if ', 'sleep 0.5; if ')}sleep 0.5\n")
+
+
+def test_an_agent_that_knows_no_skills_is_not_given_a_task_with_some(
+    server: Server, tasks: Path
+) -> None:
+    make_task(
+        tasks,
+        "skilled",
+        toml=TOML + 'skills_dir = "/skills"\n',
+        dockerfile="FROM debian:12-slim\nRUN mkdir /skills\nWORKDIR /app\n",
+    )
+    result = run_mini(server, [DONE], "skilled")
+    assert result.verdict.cause is Cause.SANDBOX_UNSUPPORTED
+    assert "does not support skills" in result.verdict.detail
+    assert server.run("skilled").reward == 1.0
