@@ -88,7 +88,7 @@ class TaskSet:
         try:
             task = Task(directory)
         except (tomllib.TOMLDecodeError, ValidationError) as error:
-            problem = f"{directory}/task.toml: {one_line(error)}"
+            problem = f"{directory}/task.toml: {_wrong(error)}"
             raise TaskProblem(Cause.TASK_INVALID, problem) from error
         except Exception as error:  # whatever the parser makes of a file of unknown origin
             name = _missing(directory) if isinstance(error, FileNotFoundError) else None
@@ -97,6 +97,17 @@ class TaskSet:
         _check_limits(task)
         _check_variables(task)
         return task
+
+
+def _wrong(error: tomllib.TOMLDecodeError | ValidationError) -> str:
+    """What is wrong with a task.toml: its fields by their names, or the place in the file."""
+    if not isinstance(error, ValidationError):
+        return f"no TOML: {error}"
+    fields = []
+    for one in error.errors(include_url=False, include_input=False):
+        name = ".".join(str(part) for part in one["loc"])
+        fields.append(f"{name}: {one['msg'].removeprefix('Value error, ')}")
+    return "; ".join(fields)[:400]
 
 
 def _missing(directory: Path) -> str | None:

@@ -74,7 +74,7 @@ def test_a_good_task_was_looked_at_from_all_sides(tasks: dict[str, dict[str, Any
         ("tests-baked", "the agent can read /tests"),
         ("in-git", "solution/solve.sh is in a git commit"),
         ("no-solution", "no solution"),
-        ("broken-toml", "broken-toml/task.toml: TOMLDecodeError"),
+        ("broken-toml", "broken-toml/task.toml: no TOML"),
         ("unsupported", "nvidia/cuda"),
         ("hangs", "the solution gets 0, not 1 after its time was up"),
         ("verifier-hangs", "verifier_timeout"),
