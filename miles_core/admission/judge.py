@@ -52,6 +52,9 @@ LOOK = "`miles tasks check --trials-dir DIR` keeps what its trials said"
 FIX_ORACLE = f"correct solution/ or tests/; {LOOK}"
 FIX_NOP_FULL = "let the tests check what the instruction asks for"
 FIX_NOP_NONE = "let the verifier write a reward in every case, 0 when nothing was done"
+FIX_REWARD = (
+    "let the verifier write one number, or a key 'reward' with one; 0 when nothing was done"
+)
 FIX_FORGED = "let the verifier compute the reward itself, from no file where an agent may write it"
 FIX_VISIBLE = "take tests and solution out of environment/ and out of every git history there"
 FIX_VERIFIER = (
@@ -72,7 +75,7 @@ FIX_START = "try again; when it stays, correct what the task's environment lacks
 
 _WORDS = {
     Cause.REWARD_MISSING: ("the verifier wrote no reward", FIX_NOP_NONE),
-    Cause.REWARD_INVALID: ("what the verifier wrote is no number", FIX_NOP_NONE),
+    Cause.REWARD_INVALID: ("", FIX_REWARD),
     Cause.VERIFIER_TIMEOUT: ("the verifier did not end in its time", FIX_SLOW),
     Cause.TRIAL_TIMEOUT: ("the trial did not end in its time", FIX_SLOW),
     Cause.VERIFIER_FAILED: ("", FIX_VERIFIER),
@@ -208,6 +211,7 @@ def _judge_probes(report: TaskReport, probes: list[TrialResult]) -> None:
         if not survives and (result.reward or 0.0) >= FULL_REWARD and not _nop_is_full(report):
             report.notes.append("files of any content where the tests look get full reward")
         report.solution_hidden = not report.findings
+    report.notes = list(dict.fromkeys(report.notes))  # both probes may have the same to say
     if report.forged_reward_survives:
         _against(report, "a reward that the agent wrote is taken for the verifier's", FIX_FORGED)
     if report.findings:
