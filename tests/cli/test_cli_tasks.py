@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,9 @@ def cache(folder: Path, tmp_path: Path) -> Path:
         (["{tasks}", "--agent-server-url", "http://127.0.0.1:1"], "no agent server answers"),
         (["{tasks}", "--max-concurrent", "0"], "must be a whole number"),
         (["{tasks}", "--agent-python", "/absent"], "no Python of the agent-server environment"),
+        (["{tasks}", "--agent-server-url", "http://h:1", "--images", "podman"], "--images is for"),
+        (["{tasks}", "--agent-server-url", "http://h:1", "--trials-dir", "t"], "--trials-dir is"),
+        (["{tasks}", "--images", "docker"], "invalid choice: 'docker'"),
     ],
 )
 def test_mistakes_say_what_to_do(
@@ -77,6 +81,74 @@ def test_a_folder_with_an_odd_name_is_no_task_whatever_it_holds(
     flags = ["--cache", str(cache), "--agent-python", "/absent"]
     assert main(["tasks", "check", str(folder), *flags]) == 1
     assert "write 001: failed\n  the folder's name is no task id" in capsys.readouterr().out
+
+
+def test_names_of_any_kind_stay_in_their_line(
+    folder: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ["new\nline", "\x1b[31mred", "no-text-\udcff", "-dash", "a" * 201]
+    for name in names:
+        shutil.copytree(folder / "write-001", folder / name)
+    flags = ["--cache", str(cache), "--agent-python", "/absent"]
+    assert main(["tasks", "check", str(folder), *flags]) == 1
+    table = capsys.readouterr().out.split("\n\n")[0].splitlines()
+    shown = [line.split()[0] for line in table[1:]]
+    escaped = ["\\x1b[31mred", "-dash", "a" * 201, "new\\nline", "no-text-\\udcff"]
+    assert sorted(shown) == sorted([*escaped, "write-001", "write-002"])
+    reasons = dict(zip(shown, table[1:], strict=True))
+    assert "it begins with '-'" in reasons["-dash"]
+    assert "it has '\\n'" in reasons["new\\nline"]
+    assert "it has 201 characters" in reasons["a" * 201]
+    assert main(["tasks", "check", str(folder), "--json", *flags]) == 1
+    tasks = {task["task"]: task for task in json.loads(capsys.readouterr().out)["tasks"]}
+    assert sorted(tasks) == sorted(shown)
+    assert all(
+        task["reasons"][0] in reasons[name] for name, task in tasks.items() if task["reasons"]
+    )
+
+
+def test_what_is_no_task_is_told_with_the_reason(
+    folder: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--cache", str(cache)]
+    for number in range(12):
+        (folder / f"row\t{number:02}").touch()
+    (folder / "empty").mkdir()
+    (folder / "lost").symlink_to("nowhere")
+    assert main(["tasks", "check", str(folder), *flags]) == 1
+    shown = capsys.readouterr().out
+    assert "no task, a file: 12 (row\\t00, row\\t01, " in shown and "row\\t09 and 2 more)" in shown
+    assert "no task, an empty folder: 1 (empty)" in shown
+    assert "no task, a link that leads nowhere: 1 (lost)" in shown
+    assert main(["tasks", "check", str(folder), "--json", *flags]) == 1
+    skipped = json.loads(capsys.readouterr().out)["skipped"]
+    assert {why: len(names) for why, names in skipped.items()} == {
+        "a file": 12,
+        "an empty folder": 1,
+        "a link that leads nowhere": 1,
+    }
+    assert main(["tasks", "check", str(folder), "write-001", *flags]) == 0
+    assert "no task" not in capsys.readouterr().out  # what was not asked for
+
+
+def test_a_folder_without_a_task_says_what_is_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "rows.jsonl").touch()
+    assert main(["tasks", "check", str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert "holds no task\nno task, an empty folder: 1 (notes)\nno task, a file: 1 (rows" in told
+    assert "A task is a directory with task.toml, instruction.md, environment/ and tests/" in told
+
+
+def test_what_another_builder_of_images_said_is_not_taken(
+    folder: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--cache", str(cache), "--agent-python", "/absent"]
+    assert main(["tasks", "check", str(folder), *flags]) == 1
+    assert main(["tasks", "check", str(folder), "--images", "buildah", *flags]) == 2
+    assert "no Python" in capsys.readouterr().err
 
 
 def test_json_is_one_object(folder: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
