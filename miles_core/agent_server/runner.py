@@ -29,8 +29,8 @@ from miles_core.agent_server.containers import CONTAINERS
 from miles_core.agent_server.protocol import Phase, TrialRequest, TrialResult
 from miles_core.agent_server.reaper import kinds
 from miles_core.agent_server.sandbox.cgroups import CgroupTree
-from miles_core.agent_server.sandbox.environment import HOSTS, SandboxHost
 from miles_core.agent_server.sandbox.forks import Helpers
+from miles_core.agent_server.sandbox.host import HOSTS, Plan, SandboxHost
 from miles_core.agent_server.sandbox.images import Images
 from miles_core.agent_server.sandbox.system import agent_binds
 from miles_core.agent_server.settings import ServerSettings
@@ -116,6 +116,9 @@ class Runner:
         if host is not None:
             HOSTS[trial_id] = host
         try:
+            if host is not None:
+                plan = Plan.of(task.paths.environment_dir, task.config.environment)
+                await host.prepare(plan)
             trial = await self._create(trial_id, task, request)
             _tell_of_setup(trial.agent, on_phase)
             for name in PHASES:

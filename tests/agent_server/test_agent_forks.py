@@ -17,7 +17,7 @@ from agent_scripted_model import DONE, ScriptedModel, bash, text  # noqa: E402
 from agent_server_helpers import TOML, Server, make_task  # noqa: E402
 
 from miles_core.agent_server.sandbox import processes  # noqa: E402
-from miles_core.verdicts import Cause, VerdictKind  # noqa: E402
+from miles_core.verdicts import Cause  # noqa: E402
 
 pytestmark = pytest.mark.agent_env
 
@@ -37,8 +37,8 @@ def outputs(server: Server, commands: list[str], task: str = "answer") -> list[s
     return [m["content"] for m in model.requests[-1]["messages"] if m["role"] == "tool"]
 
 
-def forker(server: Server) -> int | None:
-    """The process of a server that has the agent loaded."""
+def forker(server: Server, program: str = "fork_agents.py") -> int | None:
+    """The helper process of a server that runs `program`."""
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
@@ -47,13 +47,24 @@ def forker(server: Server) -> int | None:
             stat = (entry / "stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue
-        if any(word.endswith(b"fork_agents.py") for word in words) and words[0] != b"bwrap":
+        if any(word.endswith(program.encode()) for word in words) and words[0] != b"bwrap":
             parent = Path(f"/proc/{stat[1]}/stat")
             if parent.exists() and int(parent.read_text().rpartition(")")[2].split()[1]) == (
                 server.pid
             ):
                 return int(entry.name)
     return None
+
+
+def spawners(server: Server) -> list[int]:
+    """The processes that start the commands of the sandboxes: forks that became nothing else."""
+    pid = forker(server, "fork_commands.py")
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [
+        int(child)
+        for child in children
+        if b"fork_commands.py" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
 
 
 @pytest.fixture
@@ -138,10 +149,10 @@ def test_an_agent_of_another_user_needs_no_file_of_its_code(own: Server) -> None
 
 
 def test_loaded_code_that_ends_is_loaded_again(own: Server) -> None:
-    """The trial that it was at has no verdict, and says why; the next one runs."""
+    """The agent that runs meanwhile goes on; the next one is a fork of what is loaded anew."""
     first = forker(own)
     assert first is not None
-    model = ScriptedModel([bash("sleep 60"), bash(DONE)])
+    model = ScriptedModel([bash("sleep 3"), bash("echo 42 > answer.txt"), bash(DONE)])
     results = []
     running = threading.Thread(
         target=lambda: results.append(own.run("answer", MINI, base_url=model.url))
@@ -153,14 +164,28 @@ def test_loaded_code_that_ends_is_loaded_again(own: Server) -> None:
     os.kill(first, signal.SIGKILL)
     running.join(40)
     model.close()
-    assert results[0].verdict.kind is VerdictKind.NO_VERDICT
-    assert results[0].verdict.cause is Cause.SANDBOX_FAILED, results[0].verdict
+    assert results[0].reward == 1.0, results[0].verdict
     again = ScriptedModel([bash("echo 42 > answer.txt"), bash(DONE)])
     try:
         assert own.run("answer", MINI, base_url=again.url).reward == 1.0
     finally:
         again.close()
     assert forker(own) not in (None, first)
+
+
+def test_commands_go_on_when_what_starts_them_was_ended(own: Server) -> None:
+    """As the kernel ends it when the sandbox is out of memory."""
+    make_task(own.tasks, "slow", solve="sleep 3\necho 42 > answer.txt")
+    results = []
+    running = threading.Thread(target=lambda: results.append(own.run("slow", "oracle")))
+    running.start()
+    end = time.monotonic() + 30
+    while not (found := spawners(own)) and time.monotonic() < end:
+        time.sleep(0.05)
+    time.sleep(1)
+    os.kill(found[0], signal.SIGKILL)
+    running.join(40)
+    assert results[0].reward == 0.0, results[0].verdict
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

@@ -19,10 +19,8 @@ from miles_core.agent_server.agents.outcome import was_ended
 from miles_core.agent_server.containers import ContainerEnvironment
 from miles_core.agent_server.protocol import Phase
 from miles_core.agent_server.sandbox import processes
-from miles_core.agent_server.sandbox.environment import (
-    PIDS,
-    BubblewrapEnvironment,
-)
+from miles_core.agent_server.sandbox.environment import BubblewrapEnvironment
+from miles_core.agent_server.sandbox.host import PIDS
 
 CROWD = PIDS // 2
 """More processes than this are no work that an agent was asked for."""

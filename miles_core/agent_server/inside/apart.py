@@ -13,22 +13,26 @@ import ctypes
 import os
 import stat
 
-CLONE_NEWNS = 0x00020000
-MS_NOSUID, MS_NODEV = 0x2, 0x4
-MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
-
-libc = ctypes.CDLL(None, use_errno=True)
-
-
-def checked(result: int, what: str) -> int:
-    if result < 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"{what}: {os.strerror(code)}")
-    return result
+from system_calls import (
+    CLONE_NEWNS,
+    MS_BIND,
+    MS_NODEV,
+    MS_NOSUID,
+    MS_PRIVATE,
+    MS_REC,
+    checked,
+    libc,
+)
 
 
-def set_apart(places: dict[str, int], size_mb: int, own_root: bool) -> None:
-    """Mount an empty folder, of a given mode, at each place; for this process and its children."""
+def set_apart(places: dict[str, int], size_mb: int, restored: list[str]) -> None:
+    """Mount an empty folder, of a given mode, at each place; for this process and its children.
+
+    Each of `restored` is made a folder for everybody first, for all to see, if it is not one.
+    """
+    for place in restored:
+        _restore(place)
+    own_root = _is_anything_left()
     checked(libc.unshare(CLONE_NEWNS), "unshare")
     checked(libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None), "mount")
     if own_root:
@@ -36,6 +40,34 @@ def set_apart(places: dict[str, int], size_mb: int, own_root: bool) -> None:
     for place, mode in places.items():
         os.makedirs(place, exist_ok=True)
         _mount_empty(place, size_mb, mode)
+
+
+def _restore(place: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_ISDIR(os.lstat(place).st_mode):
+            return
+        os.unlink(place)
+    os.mkdir(place)
+    os.chmod(place, 0o777)
+
+
+def _is_anything_left() -> bool:
+    """Whether the sandbox has a process but its first one, that one's own children and this one.
+
+    Those share the session of the first, which no other can join (setsid(2)). Zombies count not.
+    """
+    session = _stat("1")[3]
+    others = {name for name in os.listdir("/proc") if name.isdigit()} - {"1", str(os.getpid())}
+    return any(state != "Z" and own != session for state, _, _, own in map(_stat, others))
+
+
+def _stat(pid: str) -> tuple[str, ...]:
+    """State, parent, process group and session (proc(5)); a zombie's for one that is gone."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return tuple(file.read().rpartition(")")[2].split()[:4])
+    except OSError:
+        return ("Z", "0", "0", "0")
 
 
 def _mount_empty(place: str, size_mb: int, mode: int) -> None:

@@ -1,125 +1,118 @@
-"""Forking into sandboxes: what the process of the commands and that of the agents share.
+"""How a process comes into a sandbox and what it gives up there.
 
-A packet of the agent server asks for one process and carries descriptors: a pidfd of the sandbox,
-a file with the order, standard input, output and error, the `cgroup.procs` files to join, and, for
-an order that is `apart`, a mount namespace to enter instead of the sandbox's. Answers are JSON:
-`{"pid"}` with a pidfd of the new process, and later `{"pid", "code"}`. The end of the socket is the
-end of this process.
+A helper forks a spawner, which joins the cgroups of a sandbox and, when that is up, its namespaces.
+It is not itself in the sandbox's pid namespace, so nothing inside sees it, but what it forks is.
+Each command is such a fork, which first gives up its privileges.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
-import json
 import os
-import select
 import socket
 import sys
-import traceback
 from collections.abc import Callable
 from typing import Any
 
-from apart import CLONE_NEWNS, checked, libc, set_apart
+from apart import set_apart
+from hold import await_first, hold
 from seccomp import Filter
+from serve import answer, serve
+from system_calls import (
+    CAPABILITY_VERSION_3,
+    CLONE_NEWIPC,
+    CLONE_NEWNET,
+    CLONE_NEWNS,
+    CLONE_NEWPID,
+    CLONE_NEWUSER,
+    CLONE_NEWUTS,
+    PR_CAPBSET_DROP,
+    PR_CAPBSET_READ,
+    PR_SET_DUMPABLE,
+    PR_SET_NO_NEW_PRIVS,
+    checked,
+    libc,
+    prctl,
+)
 
-CLONE_NEWUTS = 0x04000000
-CLONE_NEWIPC = 0x08000000
-CLONE_NEWUSER = 0x10000000
-CLONE_NEWPID = 0x20000000
-CLONE_NEWNET = 0x40000000
 NAMESPACES = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET
 
-PR_SET_DUMPABLE = 4
-PR_CAPBSET_READ = 23
-PR_CAPBSET_DROP = 24
-PR_SET_NO_NEW_PRIVS = 38
-CAPABILITY_VERSION_3 = 0x20080522
-
-PACKET_BYTES = 4096
-MOST_DESCRIPTORS = 16
-
-Work = Callable[[dict[str, Any]], int]
+Command = Callable[[dict[str, Any]], int]
 """What a process does once it is inside, with its order; returns the exit status."""
 
 confine = Filter()
 
 
-def prctl(option: int, argument: int) -> int:
-    return checked(libc.prctl(option, argument, 0, 0, 0), f"prctl {option}")
+def help_server(descriptor: int, command: Command) -> None:
+    """Be a helper of the agent server: fork holders (`hold.py`) and spawners.
 
+    A spawner is given a socket to the agent server and a sandbox: a pidfd of its first process, or
+    for a new one what `await_first` takes and the mount namespace of this host. The `cgroup.procs`
+    files to join follow.
+    """
 
-def serve(descriptor: int, work: Work) -> None:
-    """Fork when the server asks for it, and tell of each end."""
+    def work(order: dict[str, Any], given: list[int]) -> int:
+        if "argv" in order:
+            return hold(order, given)
+        os.setsid()
+        with socket.socket(fileno=given[0]) as server:
+            _spawn(server, command, order["new"], given[1:])
+        return 0
+
     gc.collect()
     gc.freeze()
     prctl(PR_SET_DUMPABLE, 0)
-    server = socket.socket(fileno=descriptor)
-    server.send(json.dumps({"loaded": True}).encode())
-    children: dict[int, int] = {}
-    poll = select.poll()
-    poll.register(server, select.POLLIN)
-    while True:
-        for ready, _ in poll.poll():
-            if ready == server.fileno():
-                packet, given, _, _ = socket.recv_fds(server, PACKET_BYTES, MOST_DESCRIPTORS)
-                if not packet:
-                    return
-                pid = os.fork()
-                if pid == 0:
-                    enter(given, work)
-                ended = os.pidfd_open(pid)
-                children[ended] = pid
-                poll.register(ended, select.POLLIN)
-                socket.send_fds(server, [json.dumps({"pid": pid}).encode()], [ended])
-                for one in given:
-                    os.close(one)
-            else:
-                poll.unregister(ready)
-                os.close(ready)
-                pid = children.pop(ready)
-                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                server.send(json.dumps({"pid": pid, "code": code}).encode())
+    with socket.socket(fileno=descriptor) as server:
+        serve(server, work, 0)
 
 
-def enter(given: list[int], work: Work) -> None:
-    """The forked process; it never returns.
-
-    It enters the namespaces, and a child of its own does the work: a process is in the pid
-    namespace that its parent had chosen.
-    """
-    code = 1
+def _spawn(server: socket.socket, command: Command, new: bool, given: list[int]) -> None:
+    """Enter a sandbox, keep nothing else open, and fork commands from then on."""
     try:
-        sandbox, order_file, *standard = given[:5]
-        os.setsid()
-        with open(order_file, "rb") as file:
-            order = json.load(file)
-        mounts = given.pop() if order["apart"] else None
-        for cgroup in given[5:]:
-            os.write(cgroup, b"0")
-        for target, descriptor in enumerate(standard):
-            os.dup2(descriptor, target)
-        os.setns(sandbox, NAMESPACES)
-        if mounts is not None:
-            os.setns(mounts, CLONE_NEWNS)
-        if "secluded" in order:
-            set_apart(**order["secluded"])
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-        pid = os.fork()
-        if pid == 0:
-            become(**order["process"])
-            code = work(order)
-        else:
-            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            code = code if code >= 0 else 128 - code
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
+        first = _enter(new, given)
+    except Exception as error:
+        answer(server, {"error": str(error)})
+        return
+    os.closerange(3, server.fileno())
+    os.closerange(server.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+    prctl(PR_SET_DUMPABLE, 0)
+    serve(server, lambda order, given: _start(order, given, command), first)
+
+
+def _enter(new: bool, given: list[int]) -> int:
+    """Enter a sandbox; its first process where it is new, else 0."""
+    count = 3 if new else 1
+    for cgroup in given[count:]:
+        os.write(cgroup, b"0")
+    if not new:
+        os.setns(given[0], NAMESPACES)
+        return 0
+    told, ids, host = given[:count]
+    os.setns(host, CLONE_NEWNS)
+    first = await_first(told, ids)
+    os.setns(os.pidfd_open(first), NAMESPACES)
+    return first
+
+
+def _start(order: dict[str, Any], given: list[int], command: Command) -> int:
+    """Carry out what a process of its own is to do, in another mount namespace if one is given.
+
+    One that makes such a namespace waits for an end of file, so that it can be taken over.
+    """
+    os.setsid()
+    for target, descriptor in enumerate(given[:3]):
+        os.dup2(descriptor, target)
+    for mounts in given[3:]:
+        os.setns(mounts, CLONE_NEWNS)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    if "apart" in order:
+        set_apart(**order["apart"])
+        print("ready", flush=True)
+        sys.stdin.read()
+        return 0
+    become(**order["process"])
+    return command(order)
 
 
 def become(

@@ -13,13 +13,13 @@ from typing import Any
 def main() -> None:
     sys.path[:0] = [os.path.dirname(os.path.abspath(__file__)), sys.argv[2]]
     import run_agent
-    from enter import serve
+    from enter import help_server
 
     def work(order: dict[str, Any]) -> int:
         return run_agent.run(order["job"])
 
     run_agent.load()
-    serve(int(sys.argv[1]), work)
+    help_server(int(sys.argv[1]), work)
 
 
 if __name__ == "__main__":

@@ -13,16 +13,8 @@ NOT_FOUND = 127
 NOT_STARTED = 126
 
 
-def work(order: dict[str, Any]) -> int:
-    """Become the command of an order; returns only when that fails, as a shell would.
-
-    A process with mounts of its own waits for an end of file: its namespace is taken over then.
-    """
-    if "secluded" in order:
-        print("ready", flush=True)
-        sys.stdin.read()
-        return 0
-    argv = order["argv"]
+def become_program(argv: list[str]) -> int:
+    """Become a program; returns only when that fails, as a shell would."""
     try:
         os.execvpe(argv[0], argv, os.environ)
     except FileNotFoundError:
@@ -35,9 +27,16 @@ def work(order: dict[str, Any]) -> int:
 
 def main() -> None:
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-    from enter import serve
+    import files
+    from enter import help_server
 
-    serve(int(sys.argv[1]), work)
+    def command(order: dict[str, Any]) -> int:
+        if "files" in order:
+            return files.work(order["files"])
+        return become_program(order["argv"])
+
+    files.load()
+    help_server(int(sys.argv[1]), command)
 
 
 if __name__ == "__main__":

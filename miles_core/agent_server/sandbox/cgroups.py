@@ -211,7 +211,7 @@ def remove(directory: Path, wait_s: float = 2.0) -> bool:
         except OSError:
             if time.monotonic() > end:
                 return False
-            time.sleep(0.02)
+            time.sleep(0.002)
 
 
 def sweep(parent: Path) -> None:

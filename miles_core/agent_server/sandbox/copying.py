@@ -89,7 +89,7 @@ async def is_directory(box: Box, place: str) -> bool:
 async def make_directory(box: Box, place: str, owner: tuple[int, int] = (0, 0)) -> None:
     """Make a directory and its parents; those that are made belong to `owner`."""
     if owner == (0, 0):
-        await checked(box, 'exec mkdir -p -- "$1"', place)
+        await box.make_folder(place)
         return
     await checked(box, _MAKE, f"{owner[0]}:{owner[1]}", place)
 

@@ -3,55 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import os
-import shlex
-import tarfile
-import tempfile
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any, override
 
-from harbor.environments.base import BaseEnvironment, ExecResult, transfer_tar_filter
+from harbor.environments.base import BaseEnvironment, ExecResult
 from harbor.environments.capabilities import (
     EnvironmentCapabilities,
     EnvironmentResourceCapabilities,
 )
 from harbor.models.task.config import TaskOS
-from harbor.models.trial.config import ResourceMode
 
-from miles_core.agent_server.protocol import Phase
-from miles_core.agent_server.sandbox import accounts
-from miles_core.agent_server.sandbox.box import Box, BoxSettings, Completed
+from miles_core.agent_server.sandbox import accounts, transfer
+from miles_core.agent_server.sandbox.box import Box, Completed
 from miles_core.agent_server.sandbox.build import ImageState, Workplace
-from miles_core.agent_server.sandbox.cgroups import CgroupTree, Limits
+from miles_core.agent_server.sandbox.channel import KILLED
 from miles_core.agent_server.sandbox.errors import SandboxError, SandboxUnsupported
-from miles_core.agent_server.sandbox.forks import Helpers
-from miles_core.agent_server.sandbox.images import Image, Images, Recipe
-from miles_core.agent_server.sandbox.layers import Root
+from miles_core.agent_server.sandbox.host import HOSTS, LOG_FOLDERS, VERIFIER_LOGS, Plan
+from miles_core.agent_server.sandbox.images import Image
 
-DEFAULT_MEMORY_MB = 4096
-DEFAULT_DISK_MB = 2048
-PIDS = 512
-KILLED = (-9, 137)
-NAMES_LIMIT = 20
-VERIFIER_LOGS = "/logs/verifier"
 TESTS = "/tests"
-LOG_DIRECTORIES = ("/logs", "/logs/agent", VERIFIER_LOGS, "/logs/artifacts")
-RESTORE_LOGS = """for place in "$@"; do
-  if [ -L "$place" ] || [ ! -d "$place" ]; then
-    rm -f -- "$place" && mkdir -- "$place" && chmod 777 -- "$place"
-  fi
-done"""
-PACK = """f="$1/test-stdout.txt"
-if [ -f "$f" ] && [ ! -L "$f" ] && [ "$(stat -c %s "$f")" -gt "$2" ]; then
-  tail -c "$2" "$f" > "$f.end" && mv -f "$f.end" "$f"
-fi
-exec tar cf - -C "$1" ."""
-"""Packs a directory; of what a verifier printed, the last bytes."""
-OUTPUT_LIMIT = 8 << 20
-TRANSFER_LIMIT = 256 << 20
-"""Bytes of one file or directory that is read out of a sandbox."""
+TRANSFER_LIMIT_S = 120.0
+KIND_LIMIT_S = 10.0
 
 
 class BubblewrapEnvironment(BaseEnvironment):
@@ -117,31 +91,19 @@ class BubblewrapEnvironment(BaseEnvironment):
 
     @override
     async def start(self, force_build: bool) -> None:
-        memory = self._resource_limit_value("memory", auto_mode=ResourceMode.LIMIT)
-        recipe = Recipe(self.environment_dir, self.task_env_config.docker_image)
-        image = self._image = await self._host.images.take(recipe, self._host.build_box)
-        settings = BoxSettings(
-            root=image.root,
-            disk_mb=self.task_env_config.storage_mb or DEFAULT_DISK_MB,
-            limits=Limits(
-                memory_mb=int(memory or DEFAULT_MEMORY_MB),
-                pids=PIDS,
-                cpus=self._resource_limit_value("cpu", auto_mode=ResourceMode.LIMIT),
-            ),
-            binds=self._host.binds,
-            relays=self._host.relays,
-            on_name=self._host.looked_up,
-        )
-        name = f"{self._host.trial_id}-{self._host.next_index()}"
-        self._box = Box(name, settings, self._host.tree, self._host.helpers)
-        await self._box.start()
+        plan = Plan.of(self.environment_dir, self.task_env_config)
+        made = await self._host.make(plan)
+        recipe, image, self._box = made.recipe, made.image, made.box
+        self._image = image
         if image.state is None:
             place = Workplace(self._box, lambda: self.lookups)
             self.image = await self._host.images.follow(recipe, place, self._host.build_box)
         else:
             self.image = image.state
-        self.image.workdir = self.task_env_config.workdir or self.image.workdir
-        await self.checked(["mkdir", "-p", self.image.workdir])
+        workdir = self.task_env_config.workdir or self.image.workdir
+        if image.state is not None or recipe.works() or workdir != self.image.workdir:
+            await self._box.make_folder(workdir)
+        self.image.workdir = workdir
         await self._upload_environment_dir_after_start()
 
     @property
@@ -216,14 +178,13 @@ class BubblewrapEnvironment(BaseEnvironment):
         listed = await self.box.run(accounts.READ, timeout_s=30)
         return accounts.find(user, listed.out.decode(errors="replace"))
 
-    async def checked(self, argv: list[str], stdin: bytes | None = None) -> None:
-        """Run a program as root that must succeed; raises SandboxError."""
-        done = await self.box.run(argv, stdin=stdin, timeout_s=120)
+    @staticmethod
+    def _check(done: Completed, what: str) -> None:
+        """Raise SandboxError for what was done in the sandbox and failed."""
         if done.code != 0:
-            message = done.err.decode(errors="replace").strip()[-300:]
-            if done.code in KILLED:
-                message = "it was killed; is memory_mb of task.toml enough?"
-            raise SandboxError(f"{argv[0]} in the sandbox failed with {done.code}: {message}")
+            hint = "it was killed; is memory_mb of task.toml enough?"
+            said = hint if done.code == KILLED else done.problem()
+            raise SandboxError(f"{what} failed with {done.code}: {said}")
 
     @override
     async def exec(
@@ -243,14 +204,23 @@ class BubblewrapEnvironment(BaseEnvironment):
             return_code=done.code,
         )
 
-    # Files pass through programs inside the sandbox, always: a path that is resolved on the
-    # host could lead through a link of the agent's to a file of the host.
+    @override
+    async def is_dir(self, path: str, user: str | int | None = None) -> bool:
+        account = await self._account(self._resolve_user(user))
+        order = {"is_folder": self.inside(path)}
+        done = await self.box.files(order, user=account, timeout_s=KIND_LIMIT_S)
+        return done.code == 0
 
     @override
     async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
-        archive = await asyncio.to_thread(_pack, Path(source_dir))
-        script = 'mkdir -p "$1" && exec tar xf - -C "$1" --no-same-owner'
-        await self.checked(["sh", "-c", script, "upload", str(target_dir)], archive)
+        source = Path(source_dir)
+        if str(target_dir) in LOG_FOLDERS and not any(source.iterdir()):
+            return  # the verifier finds these in any case
+        archive = await asyncio.to_thread(transfer.pack, source)
+        done = await self.box.files(
+            {"unpack": str(target_dir)}, stdin=archive, timeout_s=TRANSFER_LIMIT_S
+        )
+        self._check(done, f"writing {target_dir}")
 
     @override
     async def upload_file(self, source_path: Path | str, target_path: str) -> None:
@@ -258,146 +228,37 @@ class BubblewrapEnvironment(BaseEnvironment):
         mode = "755" if os.access(source, os.X_OK) else "644"
         script = 'mkdir -p "$(dirname "$1")" && cat > "$1" && chmod "$2" "$1"'
         argv = ["sh", "-c", script, "upload", str(target_path), mode]
-        await self.checked(argv, await asyncio.to_thread(source.read_bytes))
+        data = await asyncio.to_thread(source.read_bytes)
+        done = await self.box.run(argv, stdin=data, timeout_s=TRANSFER_LIMIT_S)
+        self._check(done, f"writing {target_path}")
 
     @override
     async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
-        data = await self._fetch(["sh", "-c", PACK, "pack", str(source_dir), str(OUTPUT_LIMIT)])
-        await asyncio.to_thread(_unpack, data, Path(target_dir))
+        order = {"pack": str(source_dir), "ends": transfer.ENDS}
+        limit = transfer.TRANSFER_LIMIT + 1
+        done = await self.box.files(order, timeout_s=TRANSFER_LIMIT_S, limit=limit)
+        data = self._read(done, str(source_dir))
+        await asyncio.to_thread(transfer.unpack, data, Path(target_dir))
 
     @override
     async def download_file(self, source_path: str, target_path: Path | str) -> None:
-        data = await self._fetch(["cat", "--", str(source_path)])
+        argv = ["cat", "--", str(source_path)]
+        limit = transfer.TRANSFER_LIMIT + 1
+        done = await self.box.run(argv, timeout_s=TRANSFER_LIMIT_S, limit=limit)
+        data = self._read(done, str(source_path))
         target = Path(target_path)
         target.parent.mkdir(parents=True, exist_ok=True)
         await asyncio.to_thread(target.write_bytes, data)
 
-    async def _fetch(self, argv: list[str]) -> bytes:
-        done = await self.box.run(argv, timeout_s=120, limit=TRANSFER_LIMIT + 1)
+    @staticmethod
+    def _read(done: Completed, path: str) -> bytes:
         if done.code != 0:
-            raise FileNotFoundError(done.err.decode(errors="replace").strip()[-300:])
-        if len(done.out) > TRANSFER_LIMIT:
-            raise SandboxError(f"{shlex.join(argv)}: more than {TRANSFER_LIMIT >> 20} MiB")
+            raise FileNotFoundError(done.problem())
+        if len(done.out) > transfer.TRANSFER_LIMIT:
+            raise SandboxError(f"{path}: more than {transfer.TRANSFER_LIMIT >> 20} MiB")
         return done.out
 
     def inside(self, path: str) -> str:
         """An absolute path in the sandbox, from one that may be relative to the workdir."""
         joined = str(PurePosixPath(self.image.workdir) / path)
         return joined + "/" if path.endswith("/") and not joined.endswith("/") else joined
-
-
-class SandboxHost:
-    """What one trial's sandboxes are made from on this host."""
-
-    def __init__(
-        self,
-        trial_id: str,
-        images: Images,
-        tree: CgroupTree,
-        binds: list[tuple[str, str]],
-        relays: list[tuple[int, str, int]],
-        helpers: Helpers,
-    ) -> None:
-        self.trial_id = trial_id
-        self.images = images
-        self.tree = tree
-        self.binds = binds
-        self.relays = relays
-        self.helpers = helpers
-        self.environments: list[BubblewrapEnvironment] = []
-        self.phase = Phase.ENVIRONMENT
-        self.names: dict[Phase, list[str]] = {}
-        """The public names that were looked up in each phase, in vain."""
-        self._started = 0
-
-    async def build_box(self, name: str, root: Root, told: Callable[[str, bool], None]) -> Box:
-        """Start a sandbox in which an image is built; it has nothing of this trial."""
-        limits = Limits(memory_mb=DEFAULT_MEMORY_MB, pids=PIDS, cpus=None)
-        settings = BoxSettings(root, DEFAULT_DISK_MB, limits, on_name=told)
-        box = Box(f"images.{name}", settings, self.tree, self.helpers)
-        try:
-            await box.start()
-        except BaseException:
-            await box.close()
-            raise
-        return box
-
-    def opened(self, environment: BubblewrapEnvironment) -> None:
-        self.environments.append(environment)
-
-    def looked_up(self, name: str, by_command: bool) -> None:
-        """Note a name; in the verifier's phase what the agent left running does not count."""
-        if self.phase is Phase.VERIFIER and not by_command:
-            return
-        names = self.names.setdefault(self.phase, [])
-        if name not in names and len(names) < NAMES_LIMIT:
-            names.append(name)
-
-    async def enter(self, phase: Phase) -> None:
-        """Begin a phase; the verifier finds its log directories whatever the agent did to them.
-
-        What the verifier writes is out of the reach of what the agent left running.
-        """
-        self.phase = phase
-        for environment in self.environments:
-            if not environment.running:
-                continue
-            environment.box.rejoin()
-            if phase is Phase.VERIFIER:
-                await environment.checked(["sh", "-c", RESTORE_LOGS, "sh", *LOG_DIRECTORIES])
-                await environment.box.seclude(environment.verifier_places())
-
-    def space(self) -> dict[str, int | None]:
-        """Bytes that the sandboxes of the trial used, all together; None where nothing tells."""
-        boxes = [e.box for e in self.environments if e.started]
-        disk = [box.disk_used for box in boxes if box.disk_used is not None]
-        memory = [box.memory_peak for box in boxes if box.memory_peak is not None]
-        return {
-            "disk_bytes": sum(disk) if disk else None,
-            "memory_peak_bytes": max(memory) if memory else None,
-        }
-
-    def next_index(self) -> int:
-        """A number for each sandbox of the trial: a separate verifier has one of its own."""
-        self._started += 1
-        return self._started
-
-    async def close(self) -> None:
-        """End every sandbox of the trial, by its own handle."""
-        for environment in self.environments:
-            environment.kill()
-            await environment.stop(delete=True)
-
-
-HOSTS: dict[str, SandboxHost] = {}
-"""The trials of this process that are running in this kind of sandbox."""
-
-
-def _pack(source: Path) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
-        archive.add(source, arcname=".")
-    return buffer.getvalue()
-
-
-def _unpack(data: bytes, target: Path) -> None:
-    """Unpack what a sandbox packed: no devices, nothing outside of `target`."""
-    target.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".incoming-") as incoming:
-        with tarfile.open(fileobj=io.BytesIO(data)) as archive:
-            for member in archive:
-                if member.issym() or member.islnk():
-                    continue
-                archive.extract(member, incoming, filter=transfer_tar_filter)
-        _merge(Path(incoming), target)
-
-
-def _merge(source: Path, target: Path) -> None:
-    for path in list(source.iterdir()):
-        place = target / path.name
-        if path.is_dir() and place.is_dir() and not place.is_symlink():
-            _merge(path, place)
-        else:
-            if place.is_dir() and not place.is_symlink():
-                raise SandboxError(f"{place.name} is a directory here and a file in the sandbox")
-            os.replace(path, place)

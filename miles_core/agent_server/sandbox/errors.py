@@ -17,3 +17,7 @@ class SandboxUnsupported(RuntimeError):
 
 class DockerfileInvalid(RuntimeError):
     """No builder would take the task's Dockerfile; the message names the line."""
+
+
+class NoProcess(SandboxError):
+    """The sandbox has no process left, or no memory for one."""

@@ -5,22 +5,23 @@ no import is paid for in a trial. The helpers (`inside/fork_commands.py`, `insid
 see what a sandbox shows of the agent, at the same paths and read-only, and nothing else of the
 host. They are not dumpable: what runs in a sandbox cannot trace their forks or reach the host's
 Python through them, though these were not executed inside.
+
+For each sandbox a helper forks a spawner: a process that joins the cgroups and the namespaces once
+and forks the commands from there. To join a cgroup is a wait for the kernel of milliseconds.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
-import signal
 import socket
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from miles_core.agent_server.sandbox import processes
+from miles_core.agent_server.sandbox.channel import Channel, Fork
 from miles_core.agent_server.sandbox.errors import SandboxError, SandboxGone
 from miles_core.agent_server.sandbox.system import (
     AGENT_CODE,
@@ -29,28 +30,51 @@ from miles_core.agent_server.sandbox.system import (
     agent_python,
 )
 
-PACKET_BYTES = 4096
 LOAD_LIMIT_S = 60.0
+ENTER_LIMIT_S = 30.0
+"""How long a spawner may take to be in its sandbox."""
 
 
-class Fork:
-    """One process. `ended` is its exit status, or the SandboxError of a status that is lost."""
+class Spawner:
+    """A process in the namespaces of one sandbox, from which its commands are forked."""
 
-    def __init__(self, pid: int, pidfd: int, ended: asyncio.Future[int]) -> None:
-        self.pid = pid
-        self.ended = ended
-        self._pidfd = pidfd
+    def __init__(self, process: Fork, channel: Channel) -> None:
+        self._process = process
+        self._channel = channel
+        self._released = False
 
-    def end(self) -> None:
-        """SIGKILL the process with all that descends from it, if it is alive; call once."""
+    @property
+    def closed(self) -> bool:
+        return self._channel.closed
+
+    async def entered(self) -> int:
+        """Wait until it is in its sandbox; the first process of a new one. Raises SandboxError."""
         try:
-            # Stopped, it cannot be waited for, so its pid stays its own.
-            signal.pidfd_send_signal(self._pidfd, signal.SIGSTOP)
-            processes.end_below(self.pid)
-        except ProcessLookupError:
-            pass
+            return await asyncio.wait_for(asyncio.shield(self._channel.ready), ENTER_LIMIT_S)
+        except TimeoutError as error:
+            raise SandboxError("the sandbox does not let a process of ours run") from error
+
+    async def fork(
+        self, order: dict[str, Any], standard: list[int], mounts: int | None = None
+    ) -> Fork:
+        """A process in the sandbox; raises SandboxError, NoProcess when there can be none.
+
+        `standard` are the descriptors of its standard input, output and error, which this call
+        closes here, `mounts` is that of another mount namespace for it.
+        """
+        try:
+            asked = self._channel.fork(order, standard if mounts is None else [*standard, mounts])
         finally:
-            os.close(self._pidfd)
+            for descriptor in standard:
+                os.close(descriptor)
+        return await asked
+
+    def close(self) -> None:
+        """Let the process end. Safe to call twice."""
+        if not self._released:
+            self._released = True
+            self._channel.close()
+            self._process.let_go()
 
 
 class Forks:
@@ -60,25 +84,23 @@ class Forks:
     def __init__(self, *program: str) -> None:
         self._program = program
         self._process: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
-        self._loaded: asyncio.Future[None] | None = None
-        self._asked: list[asyncio.Future[Fork]] = []
-        self._alive: dict[int, asyncio.Future[int]] = {}
+        self._channel: Channel | None = None
 
-    async def start(self) -> None:
+    async def start(self) -> Channel:
         """Start the process if it is not there and wait until it is loaded; SandboxError."""
-        if self._loaded is None:
-            self._launch()
-        assert self._loaded is not None
+        if self._channel is None or self._channel.closed:
+            self.close()
+            self._channel = self._launch()
+        channel = self._channel
         try:
-            await asyncio.wait_for(asyncio.shield(self._loaded), LOAD_LIMIT_S)
+            await asyncio.wait_for(asyncio.shield(channel.ready), LOAD_LIMIT_S)
         except TimeoutError:
-            self._end()
-            name = self._program[0]
-            raise SandboxError(f"{name} was not loaded in {LOAD_LIMIT_S:.0f} s") from None
+            channel.close()
+            message = f"{channel.name} was not loaded in {LOAD_LIMIT_S:.0f} s"
+            raise SandboxError(message) from None
+        return channel
 
-    def _launch(self) -> None:
-        loop = asyncio.get_running_loop()
+    def _launch(self) -> Channel:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             script, *arguments = self._program
@@ -88,104 +110,62 @@ class Forks:
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
             )
-        ours.setblocking(False)
-        self._socket = ours
-        self._loaded = loop.create_future()
-        loop.add_reader(ours, self._read)
+        return Channel(script, ours)
 
-    def _read(self) -> None:
-        """Take one packet; its end is the end of the process."""
-        assert self._socket is not None and self._loaded is not None
-        packet = b""
-        given: list[int] = []
-        with contextlib.suppress(ConnectionError):
-            try:
-                packet, given, _, _ = socket.recv_fds(self._socket, PACKET_BYTES, 1)
-            except BlockingIOError:
-                return
-        if not packet:
-            self._end()
-            return
-        told = json.loads(packet)
-        if "loaded" in told:
-            self._loaded.set_result(None)
-        elif "code" in told:
-            ended = self._alive.pop(told["pid"])
-            if not ended.done():
-                ended.set_result(told["code"])
-        else:
-            ended = asyncio.get_running_loop().create_future()
-            self._alive[told["pid"]] = ended
-            fork = Fork(told["pid"], given[0], ended)
-            asked = self._asked.pop(0)
-            if asked.done():  # cancelled meanwhile
-                fork.end()
-            else:
-                asked.set_result(fork)
+    async def spawner(
+        self, name: str, sandbox: list[int], cgroups: list[Path], new: bool = False
+    ) -> Spawner:
+        """A process that enters a sandbox (`inside/enter.py`: help_server); raises SandboxError.
 
-    async def fork(
-        self,
-        box: int,
-        order: dict[str, Any],
-        standard: list[int],
-        cgroups: list[Path],
-        mounts: int | None = None,
-    ) -> Fork:
-        """A process in the sandbox whose first process is `box`; raises SandboxError.
-
-        `order` says what it is to be. `standard` holds the descriptors of its standard input,
-        output and error, which this call closes here. `mounts` is the descriptor of another mount
-        namespace for it.
+        `sandbox` holds a pidfd of its first process, or for a new one where to wait for it.
         """
+        helper = await self.start()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with contextlib.ExitStack() as stack:
-            for descriptor in standard:
-                stack.callback(os.close, descriptor)
-            await self.start()
-            assert self._socket is not None
+            stack.enter_context(theirs)
+            channel = Channel(f"what starts commands in {name}", ours)
+            given = [theirs.fileno(), *sandbox, *joined(cgroups, stack)]
             try:
-                sandbox = os.pidfd_open(box)
-            except ProcessLookupError as error:
-                raise SandboxGone("the sandbox is gone") from error
-            stack.callback(os.close, sandbox)
-            joined = [
-                stack.enter_context(open(directory / "cgroup.procs", "wb")) for directory in cgroups
-            ]
-            orders = stack.enter_context(open(os.memfd_create("order"), "wb"))
-            orders.write(json.dumps({**order, "apart": mounts is not None}).encode())
-            orders.flush()
-            orders.seek(0)
-            given = [sandbox, orders.fileno(), *standard, *(file.fileno() for file in joined)]
-            given += [] if mounts is None else [mounts]
-            asked: asyncio.Future[Fork] = asyncio.get_running_loop().create_future()
-            self._asked.append(asked)
-            try:
-                socket.send_fds(self._socket, [b"fork"], given)
-            except OSError as error:
-                self._end()
-                raise SandboxError(f"{self._program[0]} is gone: {error}") from error
-        return await asked
+                process = await helper.fork({"new": new}, given)
+            except BaseException:
+                channel.close()
+                raise
+        return Spawner(process, channel)
 
-    def _end(self) -> None:
-        """End the helper; what it had forked is told of by an error."""
-        if self._socket is None or self._process is None or self._loaded is None:
-            return
-        asyncio.get_running_loop().remove_reader(self._socket)
-        self._socket.close()
-        self._process.kill()
-        code = self._process.wait()
-        error = SandboxError(f"{self._program[0]} ended with {code}")
-        waiting: list[asyncio.Future[Any]] = [self._loaded, *self._asked, *self._alive.values()]
-        for future in waiting:
-            if not future.done():
-                future.set_exception(error)
-                future.exception()  # nobody may be waiting
-        self._asked.clear()
-        self._alive.clear()
-        self._socket = self._process = self._loaded = None
+    async def enter(self, name: str, pid: int, cgroups: list[Path]) -> Spawner:
+        """A process in the sandbox whose first process is `pid`; raises SandboxError."""
+        try:
+            first = os.pidfd_open(pid)
+        except ProcessLookupError as error:
+            raise SandboxGone("the sandbox is gone") from error
+        try:
+            spawner = await self.spawner(name, [first], cgroups)
+        finally:
+            os.close(first)
+        try:
+            await spawner.entered()
+        except BaseException:
+            spawner.close()
+            raise
+        return spawner
 
     def close(self) -> None:
         """End the process. Safe to call twice."""
-        self._end()
+        if self._channel is not None:
+            self._channel.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+def joined(cgroups: list[Path], stack: contextlib.ExitStack) -> list[int]:
+    """Descriptors with which a process joins cgroups, closed with `stack`."""
+    descriptors = []
+    for place in cgroups:
+        descriptors.append(os.open(place / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC))
+        stack.callback(os.close, descriptors[-1])
+    return descriptors
 
 
 @dataclass

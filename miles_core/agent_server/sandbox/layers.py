@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import shlex
 import shutil
 import stat
 import tempfile
@@ -36,21 +35,18 @@ class Root:
         """These layers with one more above each of them."""
         return Root((root, *self.layers), (usr, *self.usr))
 
-    def mount_script(self, stage: str) -> str:
-        """Shell lines that mount the root at `stage`/m, all writes below `stage`."""
-        options = "userxattr,workdir"
+    def overlays(self, stage: str) -> list[dict[str, str]]:
+        """The mounts of the root at `stage`/m, all writes below `stage` (overlayfs.rst)."""
 
-        def overlay(work: str, lower: tuple[Path, ...], upper: str, place: str) -> str:
+        def overlay(work: str, lower: tuple[Path, ...], upper: str, place: str) -> dict[str, str]:
             layers = ":".join(_escaped(str(path)) for path in lower)
-            made = f"{options}={stage}/{work},lowerdir={layers},upperdir={stage}/{upper}"
-            return f"mount -t overlay overlay -o {shlex.quote(made)} {stage}/{place}\n"
+            data = f"userxattr,workdir={stage}/{work},lowerdir={layers},upperdir={stage}/{upper}"
+            return {"place": f"{stage}/{place}", "data": data}
 
-        script = f"mkdir {stage}/u {stage}/w {stage}/m {stage}/uu {stage}/uw\n"
-        script += overlay("w", self.layers, "u", "m")
+        made = [overlay("w", self.layers, "u", "m")]
         if self.usr:
-            script += overlay("uw", self.usr, "uu", "m/usr")
-            script += f"rm -f {stage}/m/usr/lib/python3*/EXTERNALLY-MANAGED || true\n"
-        return script
+            made.append(overlay("uw", self.usr, "uu", "m/usr"))
+        return made
 
 
 def _escaped(path: str) -> str:

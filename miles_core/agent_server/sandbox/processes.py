@@ -44,18 +44,19 @@ def exiting(pid: int) -> bool:
     return fields[0] in "ZX" or bool(int(fields[6]) & PF_EXITING)
 
 
-def end_below(root: int) -> None:
-    """SIGKILL what descends from a stopped process of ours, which waits for a child of its own.
+def end_tree(root: int, handle: int) -> None:
+    """SIGKILL a process with all that descends from it; `handle` is its pidfd.
 
-    `root` leads a process group, and what is left of that without its parent ends too. All are
-    stopped first, so that none can start another while they are looked for. Then `root` goes on:
-    it takes up the end of its child and ends, so that no zombie is left to the host. One that has
-    no child yet is ended itself. Raises ProcessLookupError when `root` is gone.
+    What is left without its parent of the process group that it leads ends too. All are stopped
+    first, so that none can start another while they are looked for. Raises ProcessLookupError
+    when `root` is gone.
     """
     seen: set[int] = set()
     for _ in range(8):
+        signal.pidfd_send_signal(handle, signal.SIGSTOP)
         group = {pid for pid, (_, leader) in _table().items() if leader == root and pid != root}
         fresh = (group | set(descendants(root))) - seen
+        signal.pidfd_send_signal(handle, 0)  # it was still there, so its pid was its own
         if not fresh:
             break
         seen |= fresh
@@ -65,7 +66,7 @@ def end_below(root: int) -> None:
     for pid in seen:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
-    os.kill(root, signal.SIGCONT if seen else signal.SIGKILL)
+    signal.pidfd_send_signal(handle, signal.SIGKILL)
 
 
 Member = tuple[int, str]

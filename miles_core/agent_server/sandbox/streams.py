@@ -22,6 +22,10 @@ class Completed:
     out: bytes = b""
     err: bytes = b""
 
+    def problem(self) -> str:
+        """The end of what it said about its failure."""
+        return self.err.decode(errors="replace").strip()[-300:]
+
 
 @dataclass
 class Streams:
