@@ -51,8 +51,8 @@ MOST_SECONDS = 10_000_000.0
 MOST_COUNT = 2**31 - 1
 PARAMS_LIMIT = 64 << 10
 """Bytes of the sampling parameters as JSON."""
-RESERVED_PARAMS = ("messages", "model", "stream", "tools")
-"""What the agent itself says in a model call, and no sampling parameter may."""
+RESERVED_PARAMS = ("messages", "model", "stream", "tools", "api_key", "api_base", "base_url")
+"""What the agent itself says in a model call; and no secret, since these are kept and shown."""
 
 _NUMBERS = {"temperature": (0.0, 100.0), "top_p": (0.0, 1.0), "max_tokens": (1, MOST_COUNT)}
 """Sampling parameters whose bounds are known."""

@@ -15,6 +15,7 @@ from pathlib import Path
 import orjson
 
 from miles_core.agent_server.atomic import write_file
+from miles_core.agent_server.hiding import hide, secrets_of, without
 from miles_core.agent_server.protocol import (
     Phase,
     TrialRequest,
@@ -211,7 +212,10 @@ class TrialManager:
         except Exception as error:  # nothing may leave a trial without a result
             verdict = Verdict.no_verdict(Cause.INTERNAL_ERROR, one_line(error, 500))
             result = TrialResult.of(record.trial_id, verdict)
-        record.result = result
+        finally:
+            secrets = secrets_of(record.request)
+            await asyncio.to_thread(hide, self._dir / record.trial_id / "harbor", secrets)
+        record.result = without(result, secrets)
 
     def _ended(self, record: Record) -> None:
         """Keep the result of a trial whose task is done, also of one that never began."""

@@ -76,3 +76,10 @@ class SlowToSetUp(Plain):
     async def setup(self, environment: BaseEnvironment) -> None:
         while not (self.logs_dir / "go").exists():  # noqa: ASYNC110 (it waits for a test)
             await asyncio.sleep(0.02)
+
+
+class TellsItsAddress(Plain):
+    async def run(
+        self, instruction: str, environment: BaseEnvironment, context: AgentContext
+    ) -> None:
+        raise ConnectionError(f"no answer of {self.extra_env['OPENAI_BASE_URL']}")

@@ -9,13 +9,14 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from miles_core.agent_server.hiding import is_secret_key
+
 HIDDEN = "[hidden]"
 TEXT_LIMIT = 20_000
 """Characters of one text of a trajectory; of a longer one the middle is left out."""
 
-_SESSION = re.compile(r"(/sessions/)[A-Za-z0-9._~%-]+")
+_SESSION = re.compile(r"(/sessions/)[A-Za-z0-9._~%*-]+")
 _BEARER = re.compile(r"(?i)\b(bearer\s+)[A-Za-z0-9._~+/=-]{6,}")
-_SECRET_KEY = re.compile(r"(?i)(api[-_]?key|authorization|secret|password|passwd|_token$|^token$)")
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
 
@@ -48,7 +49,7 @@ class Cleaner:
         if isinstance(value, dict):
             return {
                 self.short(str(key), 200): HIDDEN
-                if _SECRET_KEY.search(str(key)) and isinstance(item, str)
+                if is_secret_key(str(key)) and isinstance(item, str)
                 else self.value(item, depth - 1)
                 for key, item in list(value.items())[:200]
             }

@@ -23,6 +23,8 @@ RESULT_LIMIT = 4 << 20
 MOST_STEPS = 20
 MOST_OUTPUTS = 6
 
+APART = ".agent"
+"""Where an agent of this host keeps its files while it works; see `agents/apart.py`."""
 VERIFIER_OUTPUTS = ("test-stdout.txt", "test-stderr.txt")
 PHASES = {
     "env_setup_time": "environment",
@@ -48,7 +50,7 @@ class TrialFiles:
         paths += [(*self.harbor, name) for name in ("trial.log", "exception.txt")]
         for _, place in self.places:
             paths += [(*place, "verifier", name) for name in VERIFIER_OUTPUTS]
-            paths += [(*place, "agent", name) for name in self._agent_files(place)]
+            paths += [(*self._agent(place), name) for name in self._agent_files(place)]
         return [(path, self.folder.stamp(*path)) for path in paths]
 
     def object(self, name: str) -> dict[str, Any]:
@@ -68,7 +70,7 @@ class TrialFiles:
                 verifier += self._output(cleaner, step, name, *place, "verifier", name)
             for name in self._agent_files(place):
                 if name.endswith((".txt", ".log")):
-                    agent += self._output(cleaner, step, name, *place, "agent", name)
+                    agent += self._output(cleaner, step, name, *self._agent(place), name)
         log = []
         for name in ("exception.txt", "trial.log"):
             log += self._output(cleaner, None, name, *self.harbor, name)
@@ -81,15 +83,20 @@ class TrialFiles:
         """
         found = []
         for step, place in self.places:
-            made = read_trajectory(self.folder, (*place, "agent"), cleaner)
+            made = read_trajectory(self.folder, self._agent(place), cleaner)
             if made["format"] or made["problem"]:
                 found.append({"step": step and cleaner.short(step, 200), **made})
         if live is not None and live.runs > len(found):
             found.append({"step": None, **live_trajectory(live, cleaner)})
         return found
 
+    def _agent(self, place: tuple[str, ...]) -> tuple[str, ...]:
+        """Where an agent's files are: apart while one works on this host."""
+        apart = (*place, APART)
+        return apart if self.folder.names(*apart) else (*place, "agent")
+
     def _agent_files(self, place: tuple[str, ...]) -> list[str]:
-        names = self.folder.names(*place, "agent")
+        names = self.folder.names(*self._agent(place))
         texts = [name for name in names if name.endswith((".txt", ".log"))]
         return [*FILES, *texts[:MOST_OUTPUTS]]
 

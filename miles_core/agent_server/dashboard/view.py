@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, Protocol
-from urllib.parse import urlsplit
 
 from miles_core.agent_server.dashboard.index import EndedTrial, TrialIndex, of_result
 from miles_core.agent_server.dashboard.trajectory import Live
+from miles_core.agent_server.hiding import secrets_of
 from miles_core.agent_server.protocol import Phase, TrialState
 from miles_core.agent_server.trials import SHOWN, Record, TrialManager
 from miles_core.verdicts import Cause, VerdictKind
@@ -158,9 +158,7 @@ class DashboardView:
         """What may be shown of a live trial's request, and the secrets that are in it."""
         for record in self._manager.live():
             if record.trial_id == trial_id:
-                url = urlsplit(record.request.base_url or "")
-                secrets = [part for part in url.path.split("/") if len(part) >= 16]
-                secrets += [part for part in (url.password, url.query) if part]
+                secrets = secrets_of(record.request)
                 return record.request.model_dump(include=SHOWN, exclude_none=True), secrets
         return None, []
 
