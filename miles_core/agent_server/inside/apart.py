@@ -28,15 +28,16 @@ from system_calls import (
 def set_apart(places: dict[str, int], size_mb: int, restored: list[str]) -> None:
     """Mount an empty folder, of a given mode, at each place; for this process and its children.
 
-    Each of `restored` is made a folder for everybody first, for all to see, if it is not one.
+    Each of `restored` is made a folder for everybody first, if it is not one; for all to see,
+    unless what is left could undo it.
     """
-    for place in restored:
-        _restore(place)
     own_root = _is_anything_left()
     checked(libc.unshare(CLONE_NEWNS), "unshare")
     checked(libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None), "mount")
     if own_root:
         _change_root(places, size_mb)
+    for place in restored:
+        _restore(place)
     for place, mode in places.items():
         os.makedirs(place, exist_ok=True)
         _mount_empty(place, size_mb, mode)
@@ -97,7 +98,7 @@ def _bind_entries(below: str, places: dict[str, int]) -> None:
         path = f"{below}/{name}" if below else name
         if f"/{path}" in places:
             continue
-        with contextlib.suppress(FileNotFoundError):  # it may go while this is at work
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # it may change meanwhile
             kind = os.lstat(path).st_mode
             if any(place.startswith(f"/{path}/") for place in places):
                 os.mkdir(f"/{path}")

@@ -19,7 +19,8 @@ _FORM: dict[str, Any] = {"encoding": "utf-8", "errors": "surrogateescape"}
 
 def work(order: dict[str, Any]) -> int:
     """Do one of `{"make": [folder]}`, `{"is_folder": path}`, `{"unpack": folder}` and
-    `{"pack": folder, "ends": {name: bytes}}`; the exit status, 0 for yes and done."""
+    `{"pack": folder, "ends": {name: bytes}, "limits": [bytes, names, depth]}`; the exit status, 0
+    for yes and done."""
     try:
         if "is_folder" in order:
             return 0 if os.path.isdir(order["is_folder"]) else 1
@@ -28,28 +29,37 @@ def work(order: dict[str, Any]) -> int:
         if "unpack" in order:
             unpack(sys.stdin.buffer, order["unpack"])
         if "pack" in order:
-            pack(sys.stdout.buffer, order["pack"], order["ends"])
+            pack(sys.stdout.buffer, order["pack"], order["ends"], *order["limits"])
     except OSError as error:
         print(error, file=sys.stderr)
         return 1
     return 0
 
 
-def pack(out: IO[bytes], folder: str, ends: dict[str, int]) -> None:
+def pack(
+    out: IO[bytes], folder: str, ends: dict[str, int], size: int, names: int, depth: int
+) -> None:
     """Write the folders and files of a folder as an archive, and nothing of another kind.
 
     Of a file directly in it that `ends` names, the last bytes are written. A file of several names
-    is written for each. What vanishes meanwhile is left out.
+    is written for each. What vanishes meanwhile is left out. Raises OSError for what has more than
+    `size` bytes, `names`, or folders in each other.
     """
     with tarfile.open(fileobj=out, mode="w|", **_FORM) as made:
         made.addfile(_info(".", os.stat(folder)))
         folders = [("", folder)]
         while folders:
             above, path = folders.pop()
-            for name in sorted(os.listdir(path)):
+            if above.count("/") > depth:
+                raise OSError(f"{folder} is more than {depth} folders deep")
+            found = os.listdir(path)
+            names -= len(found)
+            if names < 0:
+                raise OSError(f"{folder} has too many files")
+            for name in sorted(found):
                 below, whole = f"{above}{name}", os.path.join(path, name)
                 with contextlib.suppress(FileNotFoundError):
-                    if _add(made, whole, below, ends.get(below)):
+                    if _add(made, whole, below, ends.get(below), size - made.offset):
                         folders.append((f"{below}/", whole))
 
 
@@ -61,8 +71,8 @@ def _info(name: str, status: os.stat_result) -> tarfile.TarInfo:
     return info
 
 
-def _add(made: tarfile.TarFile, path: str, name: str, last: int | None) -> bool:
-    """Add one name; whether it is a folder."""
+def _add(made: tarfile.TarFile, path: str, name: str, last: int | None, most: int) -> bool:
+    """Add one name; whether it is a folder. Raises OSError for a file of more than `most` bytes."""
     status = os.lstat(path)
     if stat.S_ISDIR(status.st_mode):
         made.addfile(_info(name, status))
@@ -76,6 +86,8 @@ def _add(made: tarfile.TarFile, path: str, name: str, last: int | None) -> bool:
             if last is not None and info.size > last:
                 file.seek(info.size - last)
                 info.size = last
+            if info.size > most:
+                raise OSError(f"{name} is too large, with what comes before it")
             made.addfile(info, _Exactly(file))
     return False
 

@@ -234,7 +234,7 @@ class BubblewrapEnvironment(BaseEnvironment):
 
     @override
     async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
-        order = {"pack": str(source_dir), "ends": transfer.ENDS}
+        order = {"pack": str(source_dir), "ends": transfer.ENDS, "limits": transfer.LIMITS}
         limit = transfer.TRANSFER_LIMIT + 1
         done = await self.box.files(order, timeout_s=TRANSFER_LIMIT_S, limit=limit)
         data = self._read(done, str(source_dir))
@@ -242,8 +242,8 @@ class BubblewrapEnvironment(BaseEnvironment):
 
     @override
     async def download_file(self, source_path: str, target_path: Path | str) -> None:
-        argv = ["cat", "--", str(source_path)]
         limit = transfer.TRANSFER_LIMIT + 1
+        argv = ["head", "-c", str(limit), "--", str(source_path)]
         done = await self.box.run(argv, timeout_s=TRANSFER_LIMIT_S, limit=limit)
         data = self._read(done, str(source_path))
         target = Path(target_path)
