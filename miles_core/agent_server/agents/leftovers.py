@@ -44,8 +44,9 @@ async def running(environment: BaseEnvironment) -> frozenset[processes.Member]:
     if isinstance(environment, ContainerEnvironment):
         seen = environment.running
         return await container_processes.members(environment) if seen else frozenset()
-    pid = _first(environment)
-    return frozenset() if pid is None else await asyncio.to_thread(processes.members, pid)
+    if not isinstance(environment, BubblewrapEnvironment) or not environment.running:
+        return frozenset()
+    return environment.box.members()
 
 
 async def _end(

@@ -99,6 +99,14 @@ class Box:
         pid = self._holder.pid
         return pid is not None and not self._closed and not processes.exiting(pid)
 
+    def members(self) -> frozenset[processes.Member]:
+        """The processes that were started in the sandbox; none when it has ended."""
+        pid = self.pid
+        if pid is None:
+            return frozenset()
+        among = cgroups.members(self._cgroups[0]) if self._cgroups else None
+        return processes.members(pid, among)
+
     def _measure(self) -> None:
         """Note the space that was used, while the sandbox is there."""
         self.memory_peak = cgroups.memory_peak(self._cgroups)

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections import defaultdict
-from pathlib import Path
+from collections.abc import Iterable
 
 from miles_core.agent_server.sandbox.errors import SandboxError
 
@@ -19,10 +19,9 @@ END_LIMIT_S = 3.0
 def _table() -> dict[int, tuple[int, int]]:
     """The parent and the process group of every process of this host."""
     table = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            _, parent, group, *_ = _stat(int(entry))
-            table[int(entry)] = int(parent), int(group)
+    for pid in _all():
+        _, parent, group, *_ = _stat(pid)
+        table[pid] = int(parent), int(group)
     return table
 
 
@@ -73,24 +72,29 @@ Member = tuple[int, str]
 """A process: its pid on this host and its start time, which no later process shares."""
 
 
-def members(init: int) -> frozenset[Member]:
+def members(init: int, among: Iterable[int] | None = None) -> frozenset[Member]:
     """The processes of the pid namespace whose first one is `init`, without it and its helpers.
 
     Left out are zombies, and what has the session of `init`: only its own children do, for no
-    process can join one.
+    process can join one. `among` are the processes that may be ones, if not all of this host.
     """
-    return frozenset(found for found, (state, _) in _listed(init).items() if state != "Z")
+    listed = _listed(init, _all() if among is None else among)
+    return frozenset(found for found, (state, _) in listed.items() if state != "Z")
 
 
-def _listed(init: int) -> dict[Member, tuple[str, int]]:
+def _all() -> list[int]:
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+
+
+def _listed(init: int, among: Iterable[int]) -> dict[Member, tuple[str, int]]:
     """The same with their states and parents, and with zombies."""
     space, session = _namespace(init), _stat(init)[3]
     found = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit() and space and _namespace(int(entry)) == space:
-            state, parent, _, own, *rest = _stat(int(entry))
+    for pid in among:
+        if space and _namespace(pid) == space:
+            state, parent, _, own, *rest = _stat(pid)
             if own != session:
-                found[int(entry), rest[15]] = state, int(parent)
+                found[pid, rest[15]] = state, int(parent)
     return found
 
 
@@ -99,7 +103,7 @@ def _others(init: int, spared: frozenset[Member]) -> dict[int, str]:
 
     Without zombies that a process outside is to wait for: an agent that was put here has one.
     """
-    listed = _listed(init)
+    listed = _listed(init, _all())
     kept = {pid for pid, _ in spared & set(listed)}
     while more := {pid for (pid, _), (_, parent) in listed.items() if parent in kept} - kept:
         kept |= more
@@ -114,7 +118,8 @@ def _others(init: int, spared: frozenset[Member]) -> dict[int, str]:
 def _stat(pid: int) -> list[str]:
     """The fields of /proc/PID/stat from the third on; those of a zombie for one that is gone."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()
     except OSError:
         return ["Z"] + ["0"] * 30
 
