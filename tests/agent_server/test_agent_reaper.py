@@ -190,7 +190,7 @@ def test_an_engine_ends_what_is_ours_and_touches_nothing_else(
     client = tmp_path / "podman"
     client.write_text("#!/bin/sh\nread line\n")
     client.chmod(0o755)
-    working = subprocess.Popen([client, "build", "-t", f"{ours}_main"], stdin=subprocess.PIPE)
+    working = subprocess.Popen([client, "exec", f"{ours}_main_1"], stdin=subprocess.PIPE)
     try:
         engine = Engine(program, OWNER)
         (found,) = asyncio.run(engine.find())

@@ -41,12 +41,10 @@ class MiniSweAgentOutside(MiniSweAgent):
 
     @override
     async def _work(self, instruction: str, environment: BaseEnvironment) -> Completed:
-        # Not in `logs_dir`: that may be mounted in the sandbox, which could put a link there.
-        trajectory = self.logs_dir.parent / f".{Path(TRAJECTORY).name}"
         job = {
             **mini_job(self._job, instruction),
             "base_url": str(self._job.request.base_url),
-            "output_path": str(trajectory),
+            "output_path": str(self.logs_dir / Path(TRAJECTORY).name),
             "system": await _system(environment),
         }
         process = await asyncio.create_subprocess_exec(
@@ -68,8 +66,6 @@ class MiniSweAgentOutside(MiniSweAgent):
                 process.kill()
                 await process.wait()
             await errors
-            with contextlib.suppress(FileNotFoundError):
-                os.replace(trajectory, self.logs_dir / Path(TRAJECTORY).name)
 
     async def _serve(
         self,
