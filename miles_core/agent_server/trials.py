@@ -7,6 +7,7 @@ when it has ended. A trial with the first and without the second was running whe
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -70,6 +71,9 @@ class TrialManager:
         self.capacity = capacity
         self._slots = asyncio.Semaphore(capacity)
         self._live: dict[str, Record] = {}
+        self._unkept: dict[str, TrialResult] = {}
+        """Results of trials that have ended, which could not be written yet."""
+        self._told_of_disk = False
         self._queue = QueueEstimate(capacity)
         self._leases: asyncio.Task[None] | None = None
         self.stopping = asyncio.Event()
@@ -160,11 +164,11 @@ class TrialManager:
         return self.status(trial_id)
 
     async def cancel(self, trial_id: str) -> TrialStatus:
-        """End a trial; answers when it has ended. Raises UnknownTrial."""
+        """End a trial; answers when it has ended, or after `CANCEL_WAIT_S`. Raises UnknownTrial."""
         record = self._live.get(trial_id)
         if record is not None:
             self._end(record, Cause.CANCELLED, "cancelled by a request")
-            await asyncio.wait_for(record.ended.wait(), CANCEL_WAIT_S)
+            await _until_ended([record])
         return self.status(trial_id)
 
     async def flush(self, session_server_instance_id: str) -> list[str]:
@@ -176,8 +180,7 @@ class TrialManager:
         ]
         for record in theirs:
             self._end(record, Cause.CANCELLED, "flushed")
-        for record in theirs:
-            await asyncio.wait_for(record.ended.wait(), CANCEL_WAIT_S)
+        await _until_ended(theirs)
         return [record.trial_id for record in theirs]
 
     def counts(self) -> tuple[int, int]:
@@ -197,6 +200,16 @@ class TrialManager:
 
     async def _run(self, record: Record) -> None:
         """The life of one trial: it always ends with a result."""
+        secrets = secrets_of(record.request)
+        try:
+            record.result = without(await self._verdict(record), secrets)
+        except asyncio.CancelledError:
+            pass  # _ended knows why
+        finally:
+            await asyncio.to_thread(hide, self._dir / record.trial_id / "harbor", secrets)
+
+    async def _verdict(self, record: Record) -> TrialResult:
+        """Run a trial when it has its turn."""
         try:
             async with self._slots:
                 record.phase, record.phase_began = Phase.ENVIRONMENT, time.monotonic()
@@ -207,15 +220,10 @@ class TrialManager:
                 began = time.monotonic()
                 result = await self._runner.run(record.trial_id, record.request, enter)
                 self._queue.ended(time.monotonic() - began)
-        except asyncio.CancelledError:
-            return  # _ended knows why
+                return result
         except Exception as error:  # nothing may leave a trial without a result
             verdict = Verdict.no_verdict(Cause.INTERNAL_ERROR, one_line(error, 500))
-            result = TrialResult.of(record.trial_id, verdict)
-        finally:
-            secrets = secrets_of(record.request)
-            await asyncio.to_thread(hide, self._dir / record.trial_id / "harbor", secrets)
-        record.result = without(result, secrets)
+            return TrialResult.of(record.trial_id, verdict)
 
     def _ended(self, record: Record) -> None:
         """Keep the result of a trial whose task is done, also of one that never began."""
@@ -223,13 +231,25 @@ class TrialManager:
             verdict = Verdict.no_verdict(record.end_cause or Cause.CANCELLED, record.end_detail)
             record.result = TrialResult.of(record.trial_id, verdict)
         record.phase = Phase.ENDED
+        self._unkept[record.trial_id] = record.result
+        self._keep()
+        record.ended.set()
+        self._live.pop(record.trial_id, None)
+        for watcher in self.watchers:
+            watcher(record)
+
+    def _keep(self) -> None:
+        """Write the results that are not on the disk yet; a full disk may have room later."""
         try:
-            self._write(record.result)
-        finally:
-            record.ended.set()
-            self._live.pop(record.trial_id, None)
-            for watcher in self.watchers:
-                watcher(record)
+            for trial_id in list(self._unkept):
+                self._write(self._unkept[trial_id])
+                del self._unkept[trial_id]
+        except OSError as error:
+            if not self._told_of_disk:
+                print(f"results wait in memory: {self._dir}: {error}", file=sys.stderr, flush=True)
+            self._told_of_disk = True
+        else:
+            self._told_of_disk = False
 
     def _end(self, record: Record, cause: Cause, detail: str) -> None:
         if record.task is not None and record.end_cause is None and not record.ended.is_set():
@@ -239,6 +259,7 @@ class TrialManager:
     async def _watch_leases(self) -> None:
         while True:
             await asyncio.sleep(LEASE_CHECK_S)
+            self._keep()
             now = time.monotonic()
             for record in list(self._live.values()):
                 lease = record.request.lease_s
@@ -250,10 +271,12 @@ class TrialManager:
         if record is not None:
             record.renewed = time.monotonic()
             return self._status(record)
-        path = self._dir / trial_id / "result.json"
-        if not path.exists():
-            return None
-        result = TrialResult.model_validate_json(path.read_bytes())
+        result = self._unkept.get(trial_id)
+        if result is None:
+            path = self._dir / trial_id / "result.json"
+            if not path.exists():
+                return None
+            result = TrialResult.model_validate_json(path.read_bytes())
         return TrialStatus(
             trial_id=trial_id, state=TrialState.ENDED, phase=Phase.ENDED, result=result
         )
@@ -272,9 +295,18 @@ class TrialManager:
             phase=record.phase,
             queue_position=position,
             age_s=round(time.monotonic() - record.created, 3),
-            result=record.result,
+            result=record.result if state is TrialState.ENDED else None,
         )
 
     def _write(self, result: TrialResult) -> None:
         path = self._dir / result.trial_id / "result.json"
         write_file(path, result.model_dump_json(indent=2).encode())
+
+
+async def _until_ended(records: list[Record]) -> None:
+    """Wait for trials that were ended; one that takes too long is left to its own bounds."""
+    waits = [asyncio.ensure_future(record.ended.wait()) for record in records]
+    if waits:
+        _, late = await asyncio.wait(waits, timeout=CANCEL_WAIT_S)
+        for wait in late:
+            wait.cancel()

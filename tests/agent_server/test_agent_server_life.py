@@ -219,6 +219,7 @@ def test_errors_have_one_shape(server: Server) -> None:
         assert odd.status_code in (404, 422)
         hidden = http.put("/trials/.base", json={"instance_id": "answer"})
         assert (hidden.status_code, hidden.json()["error"]["code"]) == (422, "invalid_trial_id")
+        assert "begins with '.'" in hidden.json()["error"]["message"]
         wrong = http.put("/trials/ok", json={"agent_name": "nop"})
         assert wrong.status_code == 422 and "instance_id" in wrong.json()["error"]["message"]
         assert "answer" in http.get("/tasks").json()["tasks"]
@@ -265,6 +266,7 @@ def test_wrong_starts_say_what_to_do(tmp_path: Path) -> None:
         taken.listen()
         port = str(taken.getsockname()[1])
         used = command(*tasks, "--port", port)
+        page_used = command(*tasks, "--port", "0", "--dashboard-port", port)
     absent = command("--tasks-dir", str(tmp_path / "absent"))
     no_port = command(*tasks, "--port", "99999")
     open_host = command(*tasks, "--host", "0.0.0.0")
@@ -277,10 +279,48 @@ def test_wrong_starts_say_what_to_do(tmp_path: Path) -> None:
         (open_host, ["HARBOR_ADMIN_SECRET"]),
         (unknown, ["did you mean --max-concurrent"]),
         (sandbox, ["did you mean docker"]),
+        (page_used, [port, "with --dashboard-port, or leave it out"]),
     ]:
-        assert done.returncode == (EXIT_BUSY if done is used else 2), done
+        assert done.returncode == (EXIT_BUSY if done in (used, page_used) else 2), done
         assert all(word in done.stderr for word in words), done.stderr
         assert "Traceback" not in done.stderr
+
+
+WRONG = {
+    "both-ports": (["--port", "8500", "--dashboard-port", "8500"], "both 8500"),
+    "absent-tasks": (["--tasks-dir", "absent"], "--tasks-dir absent: no such directory"),
+    "nan": (["--agent-timeout", "nan"], "--agent-timeout nan must be above 0"),
+    "infinite": (["--agent-timeout", "1e999"], "--agent-timeout inf must be above 0"),
+    "negative": (["--images-cache-gb", "-1"], "--images-cache-gb -1.0 must be above 0"),
+    "no-slots": (["--max-concurrent", "0"], "--max-concurrent 0 must be above 0"),
+    "file": (["--trials-dir", "task.toml"], "--trials-dir task.toml: File exists"),
+    "images": (
+        ["--sandbox", "daytona", "--images", "buildah"],
+        "--images buildah: Harbor builds the images",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_wrong_start_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "task.toml").touch()
+    flags, words = WRONG[kind]
+    done = command("--tasks-dir", ".", "--port", "0", *flags)
+    assert done.returncode == 2 and words in done.stderr, done
+    assert "Traceback" not in done.stderr and not done.stdout
+    left = {entry.name for entry in tmp_path.iterdir()} - {"task.toml"}
+    assert left <= ({"trials"} if kind == "images" else set())
+
+
+def test_the_variable_is_named_when_it_names_no_directory(tmp_path: Path) -> None:
+    absent = command(HARBOR_TASKS_DIR=str(tmp_path / "absent"))
+    assert absent.returncode == 2
+    assert f"HARBOR_TASKS_DIR {tmp_path}/absent: no such directory" in absent.stderr
+    empty = command(HARBOR_TASKS_DIR="")
+    assert empty.returncode == 2 and "no tasks: give --tasks-dir" in empty.stderr
 
 
 def test_agent_config_with_an_unknown_key_is_refused(tmp_path: Path) -> None:
