@@ -36,9 +36,14 @@ CAPABILITIES = {
     "SETFCAP": 31,
 }
 """What root of a sandbox may do inside it, with the kernel's numbers (linux/capability.h)."""
+FIRST_ALONE = ("WAKE_ALARM", "BLOCK_SUSPEND")
+"""Further capabilities of the first process, which mean nothing in a user namespace. Who has fewer
+cannot trace it (ptrace(2), access mode checking); it has no filter of system calls."""
 
 PROC_READ_ONLY = ("/proc/sys", "/proc/sysrq-trigger", "/proc/irq", "/proc/bus", "/proc/fs")
 """Kernel settings that user 0 may write by ownership alone; bubblewrap 0.8 leaves some open."""
+PROC_HIDDEN = ("/proc/kcore", "/proc/keys", "/proc/timer_list", "/proc/latency_stats")
+"""What tells of all of the host, whoever reads it."""
 
 END_S = 5.0
 """How long bubblewrap may take to end after the first process of its sandbox."""
@@ -131,7 +136,9 @@ def _order(root: Root, disk_mb: int, binds: list[tuple[str, str]]) -> dict[str, 
     """What `inside/hold.py` is to make."""
     bound = [("--ro-bind", source, target) for source, target in binds]
     bound += [("--ro-bind", path, path) for path in PROC_READ_ONLY if os.path.exists(path)]
-    capabilities = [("--cap-add", f"CAP_{name}") for name in CAPABILITIES]
+    bound += [("--ro-bind", "/dev/null", path) for path in PROC_HIDDEN if os.path.exists(path)]
+    held = (*CAPABILITIES, *FIRST_ALONE)
+    capabilities = [("--cap-add", f"CAP_{name}") for name in held]
     program = shutil.which("bwrap")
     if program is None:
         raise SandboxError("there is no bwrap on the PATH")
