@@ -35,6 +35,11 @@ class Sandbox:
     def bubblewrap(cls) -> Sandbox:
         return cls(BUBBLEWRAP, True, OURS)
 
+    @property
+    def kind(self) -> str:
+        """What its sandboxes are, for those who look for them."""
+        return BUBBLEWRAP if self.ours else self.name
+
     def config(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """The fields of Harbor's EnvironmentConfig for one trial."""
         place = (

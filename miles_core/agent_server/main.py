@@ -217,7 +217,7 @@ def run(args: argparse.Namespace, listener: socket.socket, dashboard: socket.soc
         agent_config=agent_config,
     )
     lock = lock_trials(settings.trials_dir)
-    settings = dataclasses.replace(settings, owner=open_owner(settings.trials_dir, sandbox.name))
+    settings = dataclasses.replace(settings, owner=open_owner(settings.trials_dir, sandbox.kind))
     images = tree = None
     if sandbox.ours:
         tree = CgroupTree()
@@ -270,7 +270,8 @@ async def _serve(
     manager.watchers.append(lambda record: retention.ended(record.trial_id))
     if lost:
         print(f"ended {len(lost)} trials that an earlier server left: server_restarted")
-    reaper = await open_reaper(settings.owner, manager.ids, settings.trial_timeout_s)
+    lifetime = settings.trial_timeout_s
+    reaper = await open_reaper(settings.owner, manager.ids, lifetime, runner.cgroups)
     token = os.environ.get(SECRET) or None
     app = make_app(settings, manager, health, token, args.host)
     servers = [_server(uvicorn, app)]

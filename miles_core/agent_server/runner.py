@@ -68,6 +68,11 @@ class Runner:
         """End what `open` started."""
         self._helpers.close()
 
+    @property
+    def cgroups(self) -> list[Path]:
+        """Where the cgroups of the sandboxes are; none where they have none."""
+        return self._tree.directories if self._tree is not None else []
+
     async def run(
         self, trial_id: str, request: TrialRequest, on_phase: Callable[[Phase], None]
     ) -> TrialResult:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,9 +23,12 @@ from agent_server_helpers import Server, make_task  # noqa: E402
 from miles_core.agent_server import environments  # noqa: E402
 from miles_core.agent_server.reaper import kinds  # noqa: E402
 from miles_core.agent_server.reaper.engines import PROJECT, Engine  # noqa: E402
+from miles_core.agent_server.reaper.kernel import Bubblewrap  # noqa: E402
 from miles_core.agent_server.reaper.left import KindFailed, Left  # noqa: E402
 from miles_core.agent_server.reaper.owner import FILE, Owner, open_owner, tag  # noqa: E402
 from miles_core.agent_server.reaper.reaper import Reaper  # noqa: E402
+from miles_core.agent_server.sandbox.cgroups import CgroupTree, Limits  # noqa: E402
+from miles_core.serving import process_start  # noqa: E402
 
 pytestmark = pytest.mark.agent_env
 
@@ -104,7 +109,7 @@ def test_kinds_that_cannot_be_listed_are_told() -> None:
     listed, unlisted = kinds.kinds_of(
         Owner("x", ("bubblewrap", "docker", "daytona", "modal", "a:B"))
     )
-    assert [kind.name for kind in listed] == ["docker", "daytona"]
+    assert [kind.name for kind in listed] == ["docker", "bubblewrap", "daytona"]
     assert unlisted == ["modal", "a:B"]
     assert "by itself" in kinds.warning("modal") and "provider" in kinds.warning("a:B")
 
@@ -121,6 +126,43 @@ def test_harbor_knows_the_lifetime_of_a_kind(kind: str) -> None:
     sources = [place / f"{kind}.py", *(place / kind).glob("*.py")]
     text = "".join(source.read_text() for source in sources if source.exists())
     assert f"        {name}: int" in text
+
+
+# ---- bubblewrap --------------------------------------------------------------------
+
+
+def test_cgroups_of_dead_servers_and_of_trials_that_have_ended(tmp_path: Path) -> None:
+    """Directories stand in for cgroups, which only differ in the files that they are born with."""
+    own = tmp_path / "memory" / f"miles-agent-{os.getpid()}-{process_start(os.getpid())}"
+    dead = tmp_path / "pids" / "miles-agent-1-1"
+    for name in ("runs-1", "lost-1", "lost-2", "images.abc"):
+        (own / name).mkdir(parents=True)
+    (dead / "somebody-1").mkdir(parents=True)
+    (tmp_path / "cpu" / "miles-agents").mkdir(parents=True)
+    reaper = Reaper([Bubblewrap([own], tmp_path)], lambda: ["runs"])
+    ended = asyncio.run(reaper.sweep())
+    assert {one.id for one in ended} == {"miles-agent-1-1", "lost-1", "lost-2"}
+    assert [path.name for path in sorted(own.iterdir())] == ["images.abc", "runs-1"]
+    assert not dead.exists() and (tmp_path / "cpu" / "miles-agents").exists()
+    assert reaper.problems == []
+
+
+def test_the_processes_of_a_cgroup_without_a_trial_are_ended(tmp_path: Path) -> None:
+    tree = CgroupTree()
+    try:
+        if not tree.directories:
+            pytest.skip(f"no cgroups here: {tree.limits}")
+        cgroups = tree.make("lost-1", Limits())
+        left = subprocess.Popen(["sleep", "600"])
+        for directory in cgroups:
+            (directory / "cgroup.procs").write_text(str(left.pid))
+        (found,) = asyncio.run(Bubblewrap(tree.directories).find())
+        assert found.parts["processes"] == [str(left.pid)] and found.trial == "lost"
+        threading.Timer(0.2, left.wait).start()  # a zombie keeps its cgroup busy
+        asyncio.run(Bubblewrap(tree.directories).remove(found))
+        assert left.wait() == -9 and not any(path.exists() for path in cgroups)
+    finally:
+        tree.close()
 
 
 # ---- engines -----------------------------------------------------------------------

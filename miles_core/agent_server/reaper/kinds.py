@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from miles_core.agent_server.environments import BUBBLEWRAP, CONTAINERS, Sandbox
 from miles_core.agent_server.reaper.daytona import Daytona, labels
 from miles_core.agent_server.reaper.engines import Engine
+from miles_core.agent_server.reaper.kernel import Bubblewrap
 from miles_core.agent_server.reaper.left import Kind
 from miles_core.agent_server.reaper.owner import Owner
 
@@ -20,12 +23,14 @@ LIFETIMES = {
 """Kinds that end a sandbox by themselves after a number of seconds, with Harbor's name for it."""
 
 
-def kinds_of(owner: Owner) -> tuple[list[Kind], list[str]]:
+def kinds_of(owner: Owner, cgroups: Iterable[Path] = ()) -> tuple[list[Kind], list[str]]:
     """The kinds of an owner that can be listed, and the names of those that cannot.
 
-    Bubblewrap is among neither: the kernel ends its sandboxes with their server.
+    `cgroups` are where this server has those of its own bubblewrap sandboxes.
     """
     listed: list[Kind] = [Engine(name, owner) for name in CONTAINERS if name in owner.kinds]
+    if BUBBLEWRAP in owner.kinds:
+        listed.append(Bubblewrap(cgroups))
     if "daytona" in owner.kinds:
         listed.append(Daytona(owner))
     known = {BUBBLEWRAP, *CONTAINERS, "daytona"}

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from miles_core.agent_server.reaper.kinds import kinds_of, warning
 from miles_core.agent_server.reaper.left import Kind, KindFailed, Left
@@ -117,9 +118,17 @@ class Reaper:
             log.warning(problem)
 
 
-async def open_reaper(owner: Owner, live: Callable[[], Iterable[str]], lifetime_s: float) -> Reaper:
-    """Sweep up what an earlier server left, tell what a person must know, look from then on."""
-    kinds, unlisted = kinds_of(owner)
+async def open_reaper(
+    owner: Owner,
+    live: Callable[[], Iterable[str]],
+    lifetime_s: float,
+    cgroups: Iterable[Path] = (),
+) -> Reaper:
+    """Sweep up what an earlier server left, tell what a person must know, look from then on.
+
+    `cgroups` are where this server has those of its own bubblewrap sandboxes.
+    """
+    kinds, unlisted = kinds_of(owner, cgroups)
     for kind in unlisted:
         print(warning(kind))
     reaper = Reaper(kinds, live, lifetime_s)

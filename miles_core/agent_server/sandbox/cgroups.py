@@ -53,7 +53,7 @@ class CgroupTree:
         self._locks: list[int] = []
         self.limits: dict[str, str] = {}
         if (root / "cgroup.controllers").exists():
-            self._open_v2(root / _own_v2_path())
+            self._open_v2(_v2_parent(root))
         else:
             self._open_v1(root)
 
@@ -64,8 +64,7 @@ class CgroupTree:
             except OSError as error:
                 self.limits[controller] = f"none ({error.strerror} in {root / controller})"
 
-    def _open_v2(self, own: Path) -> None:
-        parent = own.parent if own.name == RESIDENTS else own
+    def _open_v2(self, parent: Path) -> None:
         try:
             available = (parent / "cgroup.controllers").read_text().split()
             wanted = [name for name in CONTROLLERS if name in available]
@@ -108,6 +107,11 @@ class CgroupTree:
                 directory.rmdir()
             raise SandboxError(f"no limits for the sandbox: {error}") from error
         return made
+
+    @property
+    def directories(self) -> list[Path]:
+        """Where the cgroups of this server's sandboxes are."""
+        return list(self._parents)
 
     def close(self) -> None:
         """Remove the server's own directories."""
@@ -171,6 +175,24 @@ def _distribute(directory: Path, controllers: list[str]) -> None:
     _enable(directory, controllers)
 
 
+def abandoned(root: Path = ROOT) -> list[Path]:
+    """The directories that servers which are gone have left where one of this process would be."""
+    unified = (root / "cgroup.controllers").exists()
+    parents = [_v2_parent(root)] if unified else [root / name for name in CONTROLLERS]
+    return [
+        directory
+        for parent in parents
+        for directory in parent.glob(f"{PREFIX}*-*")
+        if _is_abandoned(directory)
+    ]
+
+
+def _v2_parent(root: Path) -> Path:
+    """The v2 cgroup of this process, or the one above it where that is for processes alone."""
+    own = root / _own_v2_path()
+    return own.parent if own.name == RESIDENTS else own
+
+
 def _own_v2_path() -> str:
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         if line.startswith("0::"):
@@ -217,16 +239,21 @@ def remove(directory: Path, wait_s: float = 2.0) -> bool:
 def sweep(parent: Path) -> None:
     """End what servers that are gone left in their cgroups, and remove the directories."""
     for directory in parent.glob(f"{PREFIX}*-*"):
-        if _abandoned(directory):
-            for child in [directory, *directory.iterdir()]:
-                for member in members(child) if child.is_dir() else []:
-                    if member:  # 0 would be this process and its group (kill(2))
-                        with contextlib.suppress(ProcessLookupError):
-                            os.kill(member, signal.SIGKILL)
-            remove(directory)
+        if _is_abandoned(directory):
+            end(directory)
 
 
-def _abandoned(directory: Path) -> bool:
+def end(directory: Path) -> bool:
+    """End the processes of a cgroup and of those in it, and remove them; whether they are gone."""
+    for child in [directory, *directory.iterdir()]:
+        for member in members(child) if child.is_dir() else []:
+            if member:  # 0 would be this process and its group (kill(2))
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(member, signal.SIGKILL)
+    return remove(directory)
+
+
+def _is_abandoned(directory: Path) -> bool:
     """Whether the server of a directory is gone."""
     pid, _, start = directory.name.removeprefix(PREFIX).partition("-")
     if pid.isdigit() and process_start(int(pid)) == start:
