@@ -2,7 +2,8 @@
 
     .venv-agent/bin/python benchmarks/agent_server.py [--trials 10] [--concurrent 8] [--json]
 
-It starts an agent server of its own and a model endpoint that answers at once from a script.
+It starts an agent server of its own and a model endpoint that answers at once from a script. With
+a Python that cannot run an agent server, the server has that of `.venv-agent`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from miles_core.agent_server.client import AgentServerClient
+from miles_core.agent_server.interpreter import check_interpreter
 from miles_core.agent_server.protocol import TrialRequest
+from miles_core.errors import UserError
 
 TASK = {
     "task.toml": 'schema_version = "1.4"\n[agent]\ntimeout_sec = 60.0\n[environment]\n'
@@ -135,8 +138,20 @@ async def measure(
     return report
 
 
+def server_python() -> str:
+    """A Python that can run the agent server; raises UserError."""
+    try:
+        check_interpreter()
+    except UserError:
+        from miles_core.cluster.local_agent import agent_python
+
+        return str(agent_python(None))
+    return sys.executable
+
+
 def run(trials: int, concurrent: int) -> dict[str, Any]:
-    """Start the server and the model, measure, end both."""
+    """Start the server and the model, measure, end both; raises UserError."""
+    python = server_python()
     model = ThreadingHTTPServer(("127.0.0.1", 0), Model)
     threading.Thread(target=model.serve_forever, daemon=True).start()
     with tempfile.TemporaryDirectory() as folder:
@@ -146,7 +161,7 @@ def run(trials: int, concurrent: int) -> dict[str, Any]:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(content)
         ready = root / "ready.json"
-        command = [sys.executable, "-m", "miles_core.agent_server.main", "--port", "0"]
+        command = [python, "-m", "miles_core.agent_server.main", "--port", "0"]
         command += ["--ready-file", str(ready), "--tasks-dir", str(root / "tasks")]
         command += ["--trials-dir", str(root / "trials"), "--max-concurrent", str(concurrent)]
         began = time.monotonic()
@@ -175,7 +190,10 @@ def main() -> None:
     parser.add_argument("--concurrent", type=int, default=8, help="trials at once (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     args = parser.parse_args()
-    report = run(args.trials, args.concurrent)
+    try:
+        report = run(args.trials, args.concurrent)
+    except UserError as error:
+        sys.exit(str(error))
     if args.json:
         print(json.dumps(report, indent=2))
         return

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from miles_core.agent_server import environments
+from miles_core.agent_server.interpreter import check_interpreter
 from miles_core.agent_server.reaper import command
 from miles_core.agent_server.reaper.owner import open_owner
 from miles_core.errors import UserError
@@ -111,6 +112,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.sweep:
             return command.sweep(args.trials_dir, args.sweep == "now")
+        check_interpreter()
         check(args)
         listener = bind(args.host, args.port, "--port")
         return run(args, listener, bind_dashboard(args.host, args.dashboard_port))

@@ -11,12 +11,11 @@ from __future__ import annotations
 import shlex
 from typing import Any, override
 
-from harbor.agents.base import BaseAgent
 from harbor.agents.capabilities import AgentCapabilities
 from harbor.environments.base import BaseEnvironment
 from harbor.models.agent.context import AgentContext
 
-from miles_core.agent_server.agents import JOBS
+from miles_core.agent_server.agents.ours import OurAgent
 from miles_core.agent_server.probe_scripts import FORGE, GIT, LOOK
 from miles_core.agent_server.probe_secrets import Secret, in_patches, secrets_of, targets_of
 from miles_core.agent_server.protocol import FORGED_REWARD, PROBE
@@ -34,7 +33,7 @@ CANDIDATES = 20
 REPOSITORIES = 5
 
 
-class ProbeAgent(BaseAgent):
+class ProbeAgent(OurAgent):
     """Harbor agent; `AgentContext.metadata["probe"]` has the findings.
 
     They are `{"findings": [str], "notes": [str], "forged": int}`: what is visible that must not
@@ -43,9 +42,9 @@ class ProbeAgent(BaseAgent):
     (false: only forge).
     """
 
-    def __init__(self, *args: Any, trial_id: str, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        extra = JOBS[trial_id].request.model_extra or {}
+        extra = self._job.request.model_extra or {}
         self._forge = str(extra.get("forge", "files"))
         self._look = bool(extra.get("look", True))
 
@@ -60,10 +59,6 @@ class ProbeAgent(BaseAgent):
     @override
     def version(self) -> str:
         return "1"
-
-    @override
-    async def setup(self, environment: BaseEnvironment) -> None:
-        """Nothing to install."""
 
     @override
     async def run(

@@ -2,55 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
-TOML = """schema_version = "1.4"
-[agent]
-timeout_sec = {agent_s}
-[verifier]
-timeout_sec = {verifier_s}
-[environment]
-workdir = "/app"
-network_mode = "no-network"
-memory_mb = 256
-storage_mb = 64
-"""
-CHECK = """#!/bin/bash
-if [ "$(cat /app/answer.txt 2>/dev/null)" = "forty-two" ]; then r=1; else r=0; fi
-echo $r > /logs/verifier/reward.txt
-"""
-SOLVE = "#!/bin/bash\necho forty-two > /app/answer.txt\n"
-DOCKERFILE = "FROM debian:12-slim\nWORKDIR /app\n"
+from task_directories import DOCKERFILE, check_of, solution_of
+from task_directories import make_task as make_any
 
-
-def make_task(
-    root: Path,
-    name: str,
-    *,
-    test: str = CHECK,
-    solve: str | None = SOLVE,
-    dockerfile: str = DOCKERFILE,
-    toml: str = TOML,
-    agent_s: float = 60.0,
-    verifier_s: float = 30.0,
-    files: dict[str, str] | None = None,
-) -> Path:
-    """A task directory; the default one wants /app/answer.txt to hold a word."""
-    task = root / name
-    text = toml.replace("{agent_s}", str(agent_s)).replace("{verifier_s}", str(verifier_s))
-    content = {
-        "task.toml": text,
-        "instruction.md": "Write the answer into /app/answer.txt\n",
-        "environment/Dockerfile": dockerfile,
-        "tests/test.sh": test,
-        **({"solution/solve.sh": solve} if solve is not None else {}),
-        **(files or {}),
-    }
-    for path, body in content.items():
-        (task / path).parent.mkdir(parents=True, exist_ok=True)
-        (task / path).write_text(body)
-    return task
-
+ANSWER = "forty-two"
+CHECK = check_of(ANSWER)
+SOLVE = solution_of(ANSWER)
+INSTRUCTION = "Write the answer into /app/answer.txt\n"
+make_task = partial(make_any, test=CHECK, solve=SOLVE, instruction=INSTRUCTION)
+"""A task directory; the default one wants /app/answer.txt to hold a word."""
 
 STEPS = """schema_version = "1.4"
 [environment]
@@ -102,6 +65,10 @@ def make_all(root: Path) -> dict[str, str]:
     make_task(root, "unsupported", dockerfile="FROM nvidia/cuda:12\n")
     make_task(root, "hangs", solve="#!/bin/bash\nsleep 1000\n", agent_s=1.0)
     make_task(root, "verifier-hangs", test="#!/bin/bash\nsleep 1000\n", verifier_s=1.0)
+    silent = "#!/bin/bash\n(: < /dev/tcp/192.0.2.1/80) 2>/dev/null && r=1 || r=0\n"
+    silent += "echo $r > /logs/verifier/reward.txt\n"
+    may_need = TOML.replace('network_mode = "no-network"\n', "")
+    make_task(root, "silent-need", test=silent, toml=may_need)
     make_task(root, "odd name")
     (make_task(root, "no-tests") / "tests/test.sh").unlink()
     (make_task(root, "no-instruction") / "instruction.md").unlink()

@@ -1,10 +1,11 @@
-"""An agent server process and task directories, for the tests of the agent server."""
+"""An agent server process, for the tests of the agent server; and the task directories for it."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,58 +15,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from task_directories import CHECK as CHECK
+from task_directories import SOLVE as SOLVE
+from task_directories import TOML as TOML
+from task_directories import make_task as make_task
+
 from miles_core.agent_server.client import AgentServerClient
 from miles_core.agent_server.protocol import TrialRequest, TrialResult
+from miles_core.verdicts import Cause, VerdictKind
 
 SECRET = "token-of-the-tests"
-
-TOML = """schema_version = "1.4"
-[agent]
-timeout_sec = {agent_s}
-[verifier]
-timeout_sec = {verifier_s}
-[environment]
-workdir = "/app"
-network_mode = "no-network"
-memory_mb = 512
-storage_mb = 64
-"""
-
-CHECK = """#!/bin/bash
-if [ "$(cat /app/answer.txt 2>/dev/null)" = "42" ]; then r=1; else r=0; fi
-echo $r > /logs/verifier/reward.txt
-"""
-
-SOLVE = "#!/bin/bash\necho 42 > /app/answer.txt\n"
-
-
-def make_task(
-    root: Path,
-    name: str,
-    *,
-    test: str = CHECK,
-    solve: str | None = SOLVE,
-    dockerfile: str = "FROM debian:12-slim\nWORKDIR /app\n",
-    toml: str = TOML,
-    agent_s: float = 60.0,
-    verifier_s: float = 30.0,
-) -> Path:
-    """A task directory; the default task wants /app/answer.txt to hold 42."""
-    task = root / name
-    files = {
-        "task.toml": toml.replace("{agent_s}", str(agent_s)).replace(
-            "{verifier_s}", str(verifier_s)
-        ),
-        "instruction.md": "Write 42 into /app/answer.txt\n",
-        "environment/Dockerfile": dockerfile,
-        "tests/test.sh": test,
-    }
-    if solve is not None:
-        files["solution/solve.sh"] = solve
-    for path, content in files.items():
-        (task / path).parent.mkdir(parents=True, exist_ok=True)
-        (task / path).write_text(content)
-    return task
 
 
 class Server:
@@ -124,3 +83,10 @@ class Server:
         request = TrialRequest(instance_id=instance_id, agent_name=agent_name, **fields)
         trial_id = f"t-{uuid.uuid4().hex[:12]}"
         return self.call(lambda client: client.run(trial_id, request, 120.0))
+
+
+def assert_no_verdict(result: TrialResult, cause: Cause, words: str) -> None:
+    """A trial has no verdict, for a cause; its detail has what the pattern `words` says."""
+    assert result.verdict.kind is VerdictKind.NO_VERDICT and result.reward is None, result.verdict
+    assert result.verdict.cause is cause, result.verdict
+    assert re.search(words, result.verdict.detail), result.verdict.detail

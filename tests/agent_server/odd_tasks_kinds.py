@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from agent_server_helpers import TOML
+from task_directories import DOCKERFILE as DOCKERFILE
+from task_directories import TOML
 
 from miles_core.verdicts import Cause
 
 OLD = 'version = "1.0"\n'
 BASH = "#!/bin/bash\n"
 PASSED = '[ "$(cat /app/answer.txt 2>/dev/null)" = "42" ]'
-DOCKERFILE = "FROM debian:12-slim\nWORKDIR /app\n"
 
 Ending = float | Cause
 Files = Mapping[str, str | bytes | None]

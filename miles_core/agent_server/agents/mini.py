@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, override
 
 import yaml
-from harbor.agents.base import BaseAgent
 from harbor.environments.base import BaseEnvironment
 from harbor.models.agent.context import AgentContext
 
 from miles_core.agent_server.agents.address import inside
-from miles_core.agent_server.agents.job import JOBS, AgentFailed, AgentJob
+from miles_core.agent_server.agents.job import AgentFailed, AgentJob
+from miles_core.agent_server.agents.ours import OurAgent
 from miles_core.agent_server.protocol import TrialRequest
 from miles_core.agent_server.sandbox.environment import BubblewrapEnvironment
 from miles_core.agent_server.sandbox.streams import Completed
@@ -111,12 +111,8 @@ def mini_job(job: AgentJob, task: str) -> dict[str, Any]:
     }
 
 
-class MiniSweAgent(BaseAgent):
-    """mini-swe-agent in a bubblewrap sandbox; `JOBS[trial_id]` is its job."""
-
-    def __init__(self, *args: Any, trial_id: str, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._job = JOBS[trial_id]
+class MiniSweAgent(OurAgent):
+    """mini-swe-agent in a bubblewrap sandbox, forked from where it has been loaded."""
 
     @staticmethod
     @override
@@ -126,10 +122,6 @@ class MiniSweAgent(BaseAgent):
     @override
     def version(self) -> str:
         return version("mini-swe-agent")
-
-    @override
-    async def setup(self, environment: BaseEnvironment) -> None:
-        """Nothing to install: the agent has been loaded on this host."""
 
     @override
     async def run(
