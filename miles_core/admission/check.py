@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_core.admission.cache import CheckCache
-from miles_core.admission.digest import has_solution, task_digest
+from miles_core.admission.digest import has_solution, needs_no_network, task_digest
 from miles_core.admission.judge import FINAL, WORLD, Evidence, judge, lacks_solution
 from miles_core.admission.report import State, TaskReport
 from miles_core.agent_server.client import AgentServerClient
@@ -31,6 +31,7 @@ FORGES = ("files", "links")
 ATTEMPTS = 2
 """Trials, when the first one ended by no doing of the task."""
 
+NO_NETWORK_SANDBOX = "bubblewrap"
 TRIAL_MARGIN_S = 60.0
 _POLL_S = 0.2
 _SAVE_S = 2.0
@@ -95,6 +96,7 @@ class Checker:
         self._interrupted = interrupted
         self._limit_s = 0.0
         self._agent_limit_s = 0.0
+        self._offline = False
 
     async def check(self, names: Iterable[str], recheck: bool = False) -> list[TaskReport]:
         """The reports of tasks in the order of their names; `recheck` looks into no cache."""
@@ -109,6 +111,7 @@ class Checker:
         if missing:
             health = await self._client.health()
             self._agent_limit_s = health.agent_timeout_s
+            self._offline = health.sandbox == NO_NETWORK_SANDBOX
             self._limit_s = health.trial_timeout_s + TRIAL_MARGIN_S
             for report in await self._check_all(missing, progress):
                 reports[report.task] = report
@@ -166,6 +169,7 @@ class Checker:
     async def _gather(self, name: str, task_dir: Path | None) -> Evidence:
         """Run what tells something of a task; the first trial may tell that nothing else would."""
         seen = Evidence(proven=task_dir is None or has_solution(task_dir))
+        seen.offline = self._offline and not (task_dir and needs_no_network(task_dir))
         seen.nop = await self._trial(name, "nop")
         if seen.nop.verdict.cause in FINAL and seen.nop.reward is None:
             return seen

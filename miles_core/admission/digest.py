@@ -1,10 +1,11 @@
-"""Task directories: which there are, and the digest of what one of them holds."""
+"""Task directories: which there are, and what one of them holds."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import stat
+import tomllib
 from pathlib import Path
 
 _PARTS = ("task.toml", "instruction.md", "tests", "environment", "solution")
@@ -50,6 +51,15 @@ def has_solution(task_dir: Path) -> bool:
     """Whether a task brings a solution, its own or for one of its steps."""
     roots = [task_dir, *task_dir.glob("steps/*")]
     return any(path.is_file() for root in roots for path in root.glob("solution/solve*"))
+
+
+def needs_no_network(task_dir: Path) -> bool:
+    """Whether a task declares that it needs no network; false when it cannot be read."""
+    try:
+        config = tomllib.loads((task_dir / "task.toml").read_text())
+        return bool(config["environment"]["network_mode"] == "no-network")
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def task_digest(task_dir: Path) -> str:

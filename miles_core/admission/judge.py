@@ -50,6 +50,10 @@ _TIMES = {
 
 LOOK = "`miles tasks check --trials-dir DIR` keeps what its trials said"
 FIX_ORACLE = f"correct solution/ or tests/; {LOOK}"
+NO_NETWORK = (
+    "and the sandbox has no network: if tests or solution need one without a word of it, bring "
+    "what they fetch with environment/Dockerfile, or check with --sandbox docker"
+)
 FIX_NOP_FULL = "let the tests check what the instruction asks for"
 FIX_NOP_NONE = "let the verifier write a reward in every case, 0 when nothing was done"
 FIX_REWARD = (
@@ -110,6 +114,8 @@ class Evidence:
     probes: list[TrialResult] = field(default_factory=list)
     proven: bool = True
     """Whether there is a solution to prove the task with; `oracle` is None otherwise."""
+    offline: bool = False
+    """Whether the sandbox has no network, and the task does not declare that it needs none."""
 
 
 def judge(task: str, seen: Evidence) -> TaskReport:
@@ -127,7 +133,7 @@ def judge(task: str, seen: Evidence) -> TaskReport:
         report.state = state
         return report
     _judge_nop(report)
-    _judge_oracle(report)
+    _judge_oracle(report, seen.offline)
     _judge_probes(report, seen.probes)
     if report.reasons:
         report.state = State.FAILED
@@ -183,7 +189,7 @@ def _judge_nop(report: TaskReport) -> None:
         _against(report, f"reward {nop.reward:g} for doing nothing", FIX_NOP_FULL)
 
 
-def _judge_oracle(report: TaskReport) -> None:
+def _judge_oracle(report: TaskReport, offline: bool) -> None:
     oracle = report.oracle
     if oracle is None:
         return
@@ -191,7 +197,8 @@ def _judge_oracle(report: TaskReport) -> None:
     if oracle.reward is None:
         _no_verdict(report, "on the solution", oracle, FIX_ORACLE)
     elif oracle.reward < FULL_REWARD:
-        _against(report, f"the solution gets {oracle.reward:g}, not 1{stopped}", FIX_ORACLE)
+        fix = f"{FIX_ORACLE}; {NO_NETWORK}" if offline else FIX_ORACLE
+        _against(report, f"the solution gets {oracle.reward:g}, not 1{stopped}", fix)
     elif stopped:
         report.notes.append("the solution gets full reward, but only after its time was up")
 

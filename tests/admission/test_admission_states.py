@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,27 @@ import pytest
 from admission_helpers import make_all
 
 MILES = Path(sys.executable).with_name("miles")
+WORDS = {
+    "oracle-fails": "the solution gets 0, not 1",
+    "silent-need": "the solution gets 0, not 1",
+    "nop-passes": "reward 1 for doing nothing",
+    "reads-a-file": "a reward that the agent wrote is taken",
+    "keeps-a-reward": "a reward that the agent wrote is taken",
+    "writes-nothing": "reward_missing",
+    "copied": "solution/solve.sh is in /srv/deep/notes",
+    "tests-baked": "the agent can read /tests",
+    "in-git": "solution/solve.sh is in a git commit",
+    "no-solution": "no solution",
+    "broken-toml": "broken-toml/task.toml: no TOML",
+    "unsupported": "nvidia/cuda",
+    "hangs": "the solution gets 0, not 1 after its time was up",
+    "verifier-hangs": "verifier_timeout",
+    "odd name": "no task id: it has ' '",
+    "no-tests": "it has no tests/test.sh",
+    "no-instruction": "it has no instruction.md",
+    "no-toml": "it has no task.toml",
+    "a-step-without-tests": "it has no steps/one/instruction.md",
+}
 
 
 @pytest.fixture(scope="module")
@@ -19,17 +41,34 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("admission")
 
 
+REST = {"oracle-fails", "nop-passes", "reads-a-file", "tests-baked", "hangs", "unsupported"}
+"""Tasks that are left to the slow tests; what is made of their trials has tests of its own."""
+
+
+def make_some(root: Path, rest: bool) -> dict[str, str]:
+    """The tasks of the default tests, or the rest of them, and their states."""
+    root.mkdir()
+    states = make_all(root)
+    for name in [name for name in states if (name in REST) != rest]:
+        shutil.rmtree(root / name)
+        del states[name]
+    return states
+
+
+def check(place: Path) -> subprocess.CompletedProcess[str]:
+    command = [str(MILES), "tasks", "check", str(place / "tasks"), "--json"]
+    command += ["--cache", str(place / "cache.json"), "--max-concurrent", "4"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+
+
 @pytest.fixture(scope="module")
 def states(place: Path) -> dict[str, str]:
-    (place / "tasks").mkdir()
-    return make_all(place / "tasks")
+    return make_some(place / "tasks", rest=False)
 
 
 @pytest.fixture(scope="module")
 def checked(place: Path, states: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    command = [str(MILES), "tasks", "check", str(place / "tasks"), "--json"]
-    command += ["--cache", str(place / "cache.json"), "--max-concurrent", "4"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+    return check(place)
 
 
 @pytest.fixture(scope="module")
@@ -62,43 +101,42 @@ def test_a_good_task_was_looked_at_from_all_sides(tasks: dict[str, dict[str, Any
     assert good["reasons"] == good["fixes"] == good["findings"] == []
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("oracle-fails", "the solution gets 0, not 1"),
-        ("nop-passes", "reward 1 for doing nothing"),
-        ("reads-a-file", "a reward that the agent wrote is taken"),
-        ("keeps-a-reward", "a reward that the agent wrote is taken"),
-        ("writes-nothing", "reward_missing"),
-        ("copied", "solution/solve.sh is in /srv/deep/notes"),
-        ("tests-baked", "the agent can read /tests"),
-        ("in-git", "solution/solve.sh is in a git commit"),
-        ("no-solution", "no solution"),
-        ("broken-toml", "broken-toml/task.toml: no TOML"),
-        ("unsupported", "nvidia/cuda"),
-        ("hangs", "the solution gets 0, not 1 after its time was up"),
-        ("verifier-hangs", "verifier_timeout"),
-        ("odd name", "no task id: it has ' '"),
-        ("no-tests", "it has no tests/test.sh"),
-        ("no-instruction", "it has no instruction.md"),
-        ("no-toml", "it has no task.toml"),
-        ("a-step-without-tests", "it has no steps/one/instruction.md"),
-    ],
-)
-def test_the_reason_and_the_way_on_are_told(
-    tasks: dict[str, dict[str, Any]], name: str, words: str
-) -> None:
-    task = tasks[name]
-    assert words in "; ".join(task["reasons"]), task
-    assert len(task["fixes"]) == len(task["reasons"])
-    assert all(task["fixes"])
+def check_reasons(tasks: dict[str, dict[str, Any]]) -> None:
+    told = WORDS.keys() & tasks.keys()
+    assert tasks.keys() - told == {"good"} & tasks.keys()
+    for name in told:
+        task = tasks[name]
+        assert WORDS[name] in "; ".join(task["reasons"]), task
+        assert len(task["fixes"]) == len(task["reasons"])
+        assert all(task["fixes"])
+
+
+def test_the_reason_and_the_way_on_are_told(tasks: dict[str, dict[str, Any]]) -> None:
+    check_reasons(tasks)
+
+
+@pytest.mark.slow
+def test_the_rest_of_the_tasks(tmp_path: Path) -> None:
+    states = make_some(tmp_path / "tasks", rest=True)
+    tasks = {task["task"]: task for task in json.loads(check(tmp_path).stdout)["tasks"]}
+    assert {name: task["state"] for name, task in tasks.items()} == states
+    check_reasons(tasks)
+    assert "no network" not in tasks["oracle-fails"]["fixes"][0]
+    assert [n for n, task in tasks.items() if task["forged_reward_survives"]] == ["reads-a-file"]
+    assert [n for n, task in tasks.items() if task["solution_hidden"] is False] == ["tests-baked"]
+
+
+def test_a_silent_need_of_the_network_is_hinted_at(tasks: dict[str, dict[str, Any]]) -> None:
+    """Nothing of it is seen in a trial; a task that declares that it has none gets no hint."""
+    assert (tasks["silent-need"]["oracle"]["cause"], tasks["silent-need"]["notes"]) == (None, [])
+    assert "the sandbox has no network" in tasks["silent-need"]["fixes"][0]
 
 
 def test_only_the_fault_of_a_task_is_held_against_it(tasks: dict[str, dict[str, Any]]) -> None:
     survivors = {name for name, task in tasks.items() if task["forged_reward_survives"]}
-    assert survivors == {"reads-a-file", "keeps-a-reward"}
+    assert survivors == {"keeps-a-reward"}
     seen = {name for name, task in tasks.items() if task["solution_hidden"] is False}
-    assert seen == {"copied", "tests-baked", "in-git"}
+    assert seen == {"copied", "in-git"}
 
 
 def test_a_verifier_without_a_word_gives_no_verdict(tasks: dict[str, dict[str, Any]]) -> None:
