@@ -25,12 +25,13 @@ class Watched(Server):
 
     def __init__(self, root: Path, tasks: Path, *flags: str) -> None:
         self.dashboard = free_port()
+        self._http = httpx.Client(timeout=30, trust_env=False)
         super().__init__(root, tasks, "--dashboard-port", str(self.dashboard), *flags)
 
     def ask(self, path: str, method: str = "GET", **headers: str) -> httpx.Response:
         given = {"authorization": f"Bearer {SECRET}", **headers}
         url = f"http://127.0.0.1:{self.dashboard}{path}"
-        return httpx.request(method, url, headers=given, timeout=30, trust_env=False)
+        return self._http.request(method, url, headers=given)
 
     def get(self, path: str) -> Any:
         answer = self.ask(path)

@@ -41,8 +41,11 @@ def no_token(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server,
     made.stop()
 
 
+HTTP = httpx.Client(timeout=60, trust_env=False)
+
+
 def ask(method: str, url: str, **headers: str) -> httpx.Response:
-    return httpx.request(method, url, headers=headers, json=NOP, timeout=60, trust_env=False)
+    return HTTP.request(method, url, headers=headers, json=NOP)
 
 
 def test_without_a_token_a_name_that_is_not_this_machines_is_refused(

@@ -65,7 +65,7 @@ def answers(watched: Watched) -> dict[str, str]:
         body |= {"trial_id": name, "api_key": API_KEY, "session_server_id": "s"}
         try:
             told[name] = httpx.post(
-                f"{watched.url}/run", json=body, headers=headers, timeout=120, trust_env=False
+                f"{watched.url}/run", json=body, headers=headers, timeout=120
             ).text
         finally:
             model.close()
