@@ -12,7 +12,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
@@ -22,6 +26,7 @@ from agent_server_helpers import Server, make_task  # noqa: E402
 
 from miles_core.agent_server import environments  # noqa: E402
 from miles_core.agent_server.reaper import kinds  # noqa: E402
+from miles_core.agent_server.reaper.daytona import Daytona, labels  # noqa: E402
 from miles_core.agent_server.reaper.engines import PROJECT, Engine  # noqa: E402
 from miles_core.agent_server.reaper.kernel import Bubblewrap  # noqa: E402
 from miles_core.agent_server.reaper.left import KindFailed, Left  # noqa: E402
@@ -141,7 +146,9 @@ def test_cgroups_of_dead_servers_and_of_trials_that_have_ended(tmp_path: Path) -
     (tmp_path / "cpu" / "miles-agents").mkdir(parents=True)
     reaper = Reaper([Bubblewrap([own], tmp_path)], lambda: ["runs"])
     ended = asyncio.run(reaper.sweep())
-    assert {one.id for one in ended} == {"miles-agent-1-1", "lost-1", "lost-2"}
+    assert {(one.id, one.trial) for one in ended} == {
+        *[("miles-agent-1-1", "somebody"), ("lost-1", "lost"), ("lost-2", "lost")]
+    }
     assert [path.name for path in sorted(own.iterdir())] == ["images.abc", "runs-1"]
     assert not dead.exists() and (tmp_path / "cpu" / "miles-agents").exists()
     assert reaper.problems == []
@@ -270,6 +277,86 @@ def test_an_engine_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch)
         asyncio.run(Engine("podman", OWNER).find())
 
 
+# ---- Daytona -----------------------------------------------------------------------
+
+
+class DaytonaApi(BaseHTTPRequestHandler):
+    """The three requests of Daytona's API that matter here, over a dict of sandboxes."""
+
+    there: dict[str, dict[str, Any]]
+
+    def do_GET(self) -> None:
+        url = urlsplit(self.path)
+        if url.path == "/sandbox":
+            wanted = json.loads(parse_qs(url.query)["labels"][0]).items()
+            some = [one for one in self.there.values() if wanted <= one["labels"].items()]
+            self._answer({"items": some, "nextCursor": None, "total": len(some)})
+        elif url.path.startswith("/sandbox/"):
+            self._answer(self.there[url.path.rpartition("/")[2]])
+        else:
+            self.send_error(404)
+
+    def do_DELETE(self) -> None:
+        gone = self.there[urlsplit(self.path).path.rpartition("/")[2]]
+        gone["state"] = "destroying"
+        self._answer(gone)
+
+    def _answer(self, content: Any) -> None:
+        data = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args: Any) -> None:
+        return
+
+
+def remote(name: str, owner: str, trial: str) -> dict[str, Any]:
+    made = datetime.now(UTC) - timedelta(seconds=50)
+    names = {"id": name, "name": name, "organizationId": "o", "user": "u", "target": "t"}
+    size = {"kvm": False, "cpu": 1, "gpu": 0, "memory": 1, "disk": 1}
+    state = {"state": "started", "env": {}, "public": False, "networkBlockAll": False}
+    place = {"toolboxProxyUrl": "http://127.0.0.1:9/toolbox", "createdAt": made.isoformat()}
+    return {**names, **size, **state, **place, "labels": labels(owner, trial)}
+
+
+def test_sandboxes_of_daytona(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the real SDK, where it is installed, against an API of three requests."""
+    pytest.importorskip("daytona")
+    DaytonaApi.there = {
+        "a": remote("a", OWNER.id, "lost"),
+        "b": remote("b", OWNER.id, "runs"),
+        "c": remote("c", OTHER.id, "lost"),
+    }
+    api = ThreadingHTTPServer(("127.0.0.1", 0), DaytonaApi)
+    threading.Thread(target=api.serve_forever, args=(0.05,), daemon=True).start()
+    monkeypatch.setenv("DAYTONA_API_KEY", "key")
+    monkeypatch.setenv("DAYTONA_API_URL", f"http://127.0.0.1:{api.server_port}")
+    try:
+        reaper = Reaper([Daytona(OWNER)], lambda: ["runs"])
+        (found,) = asyncio.run(reaper.find())
+        assert (found.id, found.trial) == ("a", "lost")
+        assert found.age_s is not None and 40 < found.age_s < 100
+        assert [one.id for one in asyncio.run(reaper.sweep())] == ["a"] and reaper.problems == []
+        assert {name: one["state"] for name, one in DaytonaApi.there.items()} == {
+            "a": "destroying",
+            "b": "started",
+            "c": "started",
+        }
+    finally:
+        api.shutdown()
+        api.server_close()
+
+
+def test_an_account_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DAYTONA_API_KEY", "DAYTONA_JWT_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(KindFailed, match="SDK is not installed|Daytona"):
+        asyncio.run(Daytona(OWNER).find())
+
+
 # ---- the command -------------------------------------------------------------------
 
 
@@ -291,11 +378,11 @@ def test_the_sweep_of_a_directory_that_a_server_works_in(tmp_path: Path) -> None
         refused = command("--sweep", "now", "--trials-dir", str(server.trials))
         assert refused.returncode == 2 and "a server works in" in refused.stderr
         listed = command("--sweep", "dry-run", "--trials-dir", str(server.trials))
-        assert listed.returncode == 0 and "0 sandboxes would be ended" in listed.stdout
+        assert listed.returncode == 0 and "nothing was" in listed.stdout
     finally:
         server.stop()
     swept = command("--sweep", "now", "--trials-dir", str(server.trials))
-    assert swept.returncode == 0 and "0 sandboxes ended" in swept.stdout
+    assert swept.returncode == 0 and "ended" in swept.stdout
 
 
 def test_a_sandbox_whose_tools_are_not_there_is_named_at_the_start(

@@ -51,7 +51,8 @@ async def _sweep(reaper: Reaper, end: bool) -> int:
         print(
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         )
-    print(f"{len(found)} sandboxes {'ended' if end else 'would be ended; nothing was'}")
+    number = f"{len(found)} sandbox{'' if len(found) == 1 else 'es'}"
+    print(f"{number} {'ended' if end else 'would be ended; nothing was'}")
     for problem in reaper.problems:
         print(f"miles-agent-server: {problem}", file=sys.stderr)
     return 1 if reaper.problems else 0

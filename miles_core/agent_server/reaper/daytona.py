@@ -17,6 +17,7 @@ from miles_core.agent_server.reaper.owner import Owner, tag
 
 TRIALS = "miles-trials"
 TRIAL = "miles-trial"
+GONE = ("SandboxState.DESTROYING", "SandboxState.DESTROYED")
 
 
 def labels(owner: str, trial_id: str) -> dict[str, str]:
@@ -36,7 +37,8 @@ class Daytona:
         """The owner's sandboxes; raises KindFailed."""
         async with _client() as (sdk, client):
             query = sdk.ListSandboxesQuery(labels={TRIALS: self._owner.id})
-            return [self._left(sandbox) async for sandbox in client.list(query)]
+            there = [sandbox async for sandbox in client.list(query)]
+        return [self._left(sandbox) for sandbox in there if str(sandbox.state) not in GONE]
 
     async def remove(self, left: Left) -> None:
         """Delete a sandbox; raises KindFailed."""

@@ -48,7 +48,9 @@ class Bubblewrap:
     def _find(self) -> list[Left]:
         found: dict[str, Left] = {}
         for directory in cgroups.abandoned(self._root):
-            self._add(found, directory.name, "a server that is gone", None, directory)
+            boxes = sorted(entry.name for entry in directory.iterdir() if entry.is_dir())
+            trials = " ".join(box.rpartition("-")[0] or box for box in boxes)
+            self._add(found, directory.name, trials, None, directory)
         for parent in self._directories:
             for directory in filter(Path.is_dir, parent.iterdir()):
                 if not directory.name.startswith(BUILDS):
