@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from task_directories import DOCKERFILE, check_of, solution_of
+from task_directories import DOCKERFILE, TOML, check_of, solution_of
 from task_directories import make_task as make_any
 
 ANSWER = "forty-two"

@@ -16,6 +16,7 @@ from agent_server_helpers import SECRET, SOLVE, Server, make_task  # noqa: E402
 
 from miles_core.agent_server.client import AgentServerClient  # noqa: E402
 from miles_core.agent_server.protocol import TrialRequest, TrialResult  # noqa: E402
+from miles_core.agent_server.sandbox.processes import descendants  # noqa: E402
 from miles_core.verdicts import Cause, VerdictKind  # noqa: E402
 
 pytestmark = [pytest.mark.agent_env, pytest.mark.slow]
@@ -138,10 +139,12 @@ def test_many_trials_leave_memory_files_and_disk_as_they_were(tmp_path: Path) ->
             await asyncio.gather(*(one(number) for number in range(count)))
 
     def used() -> tuple[int, int, int]:
-        """MiB of the server, its open files, entries under its trials directory."""
-        status = Path(f"/proc/{server.pid}/status").read_text()
-        memory = int(status.partition("VmRSS:")[2].split()[0]) >> 10
-        files = len(os.listdir(f"/proc/{server.pid}/fd"))
+        """MiB and open files of the server and its helpers, entries under its trials directory."""
+        memory = files = 0
+        for pid in (server.pid, *descendants(server.pid)):
+            status = Path(f"/proc/{pid}/status").read_text()
+            memory += int(status.partition("VmRSS:")[2].split()[0]) >> 10
+            files += len(os.listdir(f"/proc/{pid}/fd"))
         return memory, files, sum(1 for _ in server.trials.rglob("*"))
 
     try:

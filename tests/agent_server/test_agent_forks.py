@@ -18,7 +18,7 @@ from agent_scripted_model import DONE, ScriptedModel, bash, text  # noqa: E402
 from agent_server_helpers import TOML, Server, make_task  # noqa: E402
 
 from miles_core.agent_server.sandbox import processes  # noqa: E402
-from miles_core.verdicts import Cause  # noqa: E402
+from miles_core.verdicts import Cause, VerdictKind  # noqa: E402
 
 pytestmark = pytest.mark.agent_env
 
@@ -172,6 +172,26 @@ def test_loaded_code_that_ends_is_loaded_again(own: Server) -> None:
     finally:
         again.close()
     assert forker(own) not in (None, first)
+
+
+def test_sandboxes_end_with_the_helper_that_made_them(own: Server) -> None:
+    """The trial has no verdict, and says why; the next one has a new helper."""
+    make_task(own.tasks, "long", solve="#!/bin/bash\nsleep 30\n")
+    results = []
+    running = threading.Thread(target=lambda: results.append(own.run("long", "oracle")))
+    running.start()
+    end = time.monotonic() + 30
+    while not spawners(own) and time.monotonic() < end:
+        time.sleep(0.05)
+    time.sleep(1)
+    first = forker(own, "fork_commands.py")
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    running.join(40)
+    assert results[0].verdict.kind is VerdictKind.NO_VERDICT, results[0].verdict
+    assert results[0].verdict.cause is Cause.SANDBOX_FAILED, results[0].verdict
+    assert own.run("answer", "oracle").reward == 1.0
+    assert forker(own, "fork_commands.py") not in (None, first)
 
 
 def test_commands_go_on_when_what_starts_them_was_ended(own: Server) -> None:

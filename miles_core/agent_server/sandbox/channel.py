@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import socket
 from typing import Any
 
@@ -33,6 +34,11 @@ class Fork:
             pass
         finally:
             os.close(self._pidfd)
+
+    def kill(self) -> None:
+        """SIGKILL the process alone, if it is alive."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def let_go(self) -> None:
         """Leave the process alone; call this or `end`."""

@@ -56,6 +56,8 @@ class Holder:
 
     def __init__(self) -> None:
         self.pid: int | None = None
+        self._first: int | None = None
+        """A pidfd of it: the number of one that has ended may be another's."""
         self._process: Fork | None = None
 
     async def start(
@@ -84,6 +86,10 @@ class Holder:
         try:
             self._process = await holding
             self.pid = await spawner.entered()
+            self._first = os.pidfd_open(self.pid)
+        except ProcessLookupError as error:
+            spawner.close()
+            raise SandboxError("the sandbox ended while it started") from error
         except SandboxError as error:
             spawner.close()
             raise SandboxError(f"the sandbox did not start: {error}") from error
@@ -110,20 +116,25 @@ class Holder:
         They end with its first process, for which the holder waits and then ends too. Without a
         first process it is the holder that is ended.
         """
-        pid = self.pid or (self._process.pid if self._process else None)
-        if pid is not None:
+        if self._first is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                signal.pidfd_send_signal(self._first, signal.SIGKILL)
+        elif self._process is not None:
+            self._process.kill()
 
     async def close(self) -> None:
         """End the sandbox. Safe to call twice."""
         if self._process is None:
             return
-        process, self._process = self._process, None
+        process = self._process
         if not process.ended.done():
             self.kill()
             await asyncio.wait([process.ended], timeout=END_S)
+        self._process = None
         process.end()
+        if self._first is not None:
+            os.close(self._first)
+            self._first = None
 
 
 def _abandon(forking: asyncio.Future[Fork]) -> None:
