@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("harbor")
-from agent_scripted_model import DONE, ScriptedModel, bash, text  # noqa: E402
+from agent_scripted_model import DONE, ScriptedModel, bash, error, text  # noqa: E402
 from agent_server_helpers import CHECK, TOML, Server, make_task  # noqa: E402
 
 from miles_core.agent_server.sandbox import processes  # noqa: E402
@@ -94,6 +94,28 @@ def test_a_server_that_an_agent_leaves_is_its_work(server: Server, tasks: Path, 
     finally:
         model.close()
     assert (result.reward, result.verdict.cause) == (1.0, None), result.verdict
+
+
+@pytest.mark.parametrize(
+    ("last", "cause"),
+    [
+        (bash("echo more"), Cause.TURN_LIMIT),
+        (error(400, "context_length_exceeded"), Cause.TOKEN_BUDGET),
+        (text("no action"), Cause.MALFORMED_ACTIONS),
+    ],
+)
+def test_a_limit_of_turns_or_tokens_is_an_end_like_any_other(
+    server: Server, tasks: Path, last: Any, cause: Cause
+) -> None:
+    """The agent is not at work then, and what it left running may be what it was asked for."""
+    make_task(tasks, "serve", test=SERVED)
+    model = ScriptedModel([bash(daemon("served")), last])
+    turns = 2 if cause is Cause.TURN_LIMIT else None
+    try:
+        result = server.run("serve", "mini-swe-agent", base_url=model.url, max_turns=turns)
+    finally:
+        model.close()
+    assert (result.reward, result.verdict.cause) == (1.0, cause), result.verdict
 
 
 def test_a_fork_bomb_does_not_keep_the_verifier_from_its_work(server: Server) -> None:
