@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -18,8 +17,10 @@ import pytest
 pytest.importorskip("harbor")
 from agent_server_helpers import SECRET, Server, make_task  # noqa: E402
 
+from miles_core.agent_server import main  # noqa: E402
 from miles_core.agent_server.client import AgentServerClient  # noqa: E402
 from miles_core.agent_server.protocol import TrialRequest  # noqa: E402
+from miles_core.errors import UserError  # noqa: E402
 from miles_core.serving import EXIT_BUSY  # noqa: E402
 from miles_core.verdicts import Cause  # noqa: E402
 
@@ -98,8 +99,9 @@ def test_cancel_frees_the_sandbox(pair: Server) -> None:
 
 
 def test_lease_that_is_not_renewed_ends_the_trial(pair: Server) -> None:
-    start_long(pair, "l1", lease_s=2)
-    time.sleep(4)
+    pair.call(lambda client: client.start("l1", request(lease_s=1)))
+    # Asking for it would renew the lease.
+    assert until((pair.trials / "l1" / "result.json").exists)
     status = pair.call(lambda client: client.wait("l1", 20))
     assert status.result.verdict.cause is Cause.LEASE_EXPIRED
     assert until(lambda: not sleepers(pair), 5)
@@ -140,19 +142,9 @@ def test_queue_and_idempotence(pair: Server) -> None:
     pair.call(use)
 
 
-def test_restart_keeps_results_and_ends_what_ran(own: Server) -> None:
+def test_sigkill_keeps_results_ends_what_ran_and_leaves_nothing(own: Server) -> None:
     kept = own.call(lambda client: client.run("kept", request("answer"), 60))
     start_long(own, "lost")
-    own.stop(signal.SIGKILL)
-    own.start()
-    assert own.call(lambda client: client.wait("kept", 0)).result == kept
-    lost = own.call(lambda client: client.wait("lost", 0))
-    assert lost.state == "ended" and lost.result.verdict.cause is Cause.SERVER_RESTARTED
-    assert lost.result.reward is None
-
-
-def test_sigkill_leaves_nothing(own: Server) -> None:
-    start_long(own, "k1")
     pid = own.pid
     mounts = Path("/proc/mounts").read_text()
     own.stop(signal.SIGKILL)
@@ -160,6 +152,10 @@ def test_sigkill_leaves_nothing(own: Server) -> None:
     assert Path("/proc/mounts").read_text() == mounts
     own.start()
     assert not cgroups_of(pid), "the cgroups of the killed server were not swept"
+    assert own.call(lambda client: client.wait("kept", 0)).result == kept
+    lost = own.call(lambda client: client.wait("lost", 0))
+    assert lost.state == "ended" and lost.result.verdict.cause is Cause.SERVER_RESTARTED
+    assert lost.result.reward is None
 
 
 def test_sigterm_ends_trials_and_leaves_nothing(own: Server) -> None:
@@ -175,10 +171,10 @@ def test_client_rides_over_a_restart(own: Server) -> None:
 
     async def use(client: AgentServerClient):
         running = asyncio.create_task(client.run("r1", request(), 120))
-        await asyncio.sleep(3)
+        assert await asyncio.to_thread(until, lambda: len(sleepers(own)) >= 2)
         port = own.port
         await asyncio.to_thread(own.stop, signal.SIGKILL)
-        await asyncio.sleep(1)
+        await asyncio.sleep(0.5)
         await asyncio.to_thread(own.start, port)
         return await running
 
@@ -227,10 +223,12 @@ def test_errors_have_one_shape(server: Server) -> None:
         assert run.json()["reward"] == 0.0
 
 
-def test_two_servers_do_not_share_a_trials_directory(server: Server) -> None:
-    flags = ["--tasks-dir", str(server.tasks), "--trials-dir", str(server.trials)]
-    second = command(*flags, "--port", "0")
-    assert second.returncode == 2 and "another agent server" in second.stderr, second
+def test_two_servers_do_not_share_a_trials_directory(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(main, "LOCK_WAIT_S", 0.2)
+    with pytest.raises(UserError, match="another agent server works in it"):
+        main.lock_trials(server.trials)
 
 
 def test_large_requests_are_refused(server: Server) -> None:
@@ -248,83 +246,87 @@ def test_large_requests_are_refused(server: Server) -> None:
     assert httpx.get(url, headers=headers).status_code == 404
 
 
-def command(*flags: str, **env: str) -> subprocess.CompletedProcess[str]:
-    variables = {k: v for k, v in os.environ.items() if k != "HARBOR_ADMIN_SECRET"}
-    return subprocess.run(
-        [sys.executable, "-m", "miles_core.agent_server.main", *flags],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**variables, **env},
-    )
+Started = Callable[..., tuple[int, str]]
 
 
-def test_wrong_starts_say_what_to_do(tmp_path: Path) -> None:
-    tasks = ["--tasks-dir", str(tmp_path)]
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        used = command(*tasks, "--port", port)
-        page_used = command(*tasks, "--port", "0", "--dashboard-port", port)
-    absent = command("--tasks-dir", str(tmp_path / "absent"))
-    no_port = command(*tasks, "--port", "99999")
-    open_host = command(*tasks, "--host", "0.0.0.0")
-    unknown = command(*tasks, "--max-concurent", "3")
-    sandbox = command(*tasks, "--port", "0", "--sandbox", "dokcer")
-    for done, words in [
-        (used, [port, "--port"]),
-        (absent, ["no such directory", "absent"]),
-        (no_port, ["--port 99999", "65535"]),
-        (open_host, ["HARBOR_ADMIN_SECRET"]),
-        (unknown, ["did you mean --max-concurrent"]),
-        (sandbox, ["did you mean docker"]),
-        (page_used, [port, "with --dashboard-port, or leave it out"]),
-    ]:
-        assert done.returncode == (EXIT_BUSY if done in (used, page_used) else 2), done
-        assert all(word in done.stderr for word in words), done.stderr
-        assert "Traceback" not in done.stderr
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Started:
+    """Start a server in this process that must not come up: its exit status and last words."""
+    monkeypatch.delenv("HARBOR_ADMIN_SECRET", raising=False)
+
+    def run(*flags: str) -> tuple[int, str]:
+        try:
+            code = main.main(list(flags))
+        except SystemExit as ended:  # of argparse
+            code = int(str(ended.code))
+        told = capsys.readouterr()
+        assert not told.out
+        return code, told.err
+
+    return run
 
 
 WRONG = {
     "both-ports": (["--port", "8500", "--dashboard-port", "8500"], "both 8500"),
     "absent-tasks": (["--tasks-dir", "absent"], "--tasks-dir absent: no such directory"),
+    "no-port": (["--port", "99999"], "--port 99999 is no port"),
+    "no-page": (["--dashboard-port", "-1"], "--dashboard-port -1 is no port"),
+    "open-host": (["--host", "0.0.0.0"], "set HARBOR_ADMIN_SECRET"),
+    "unknown": (["--max-concurent", "3"], "did you mean --max-concurrent"),
+    "sandbox": (["--sandbox", "dokcer"], "did you mean docker"),
     "nan": (["--agent-timeout", "nan"], "--agent-timeout nan must be above 0"),
     "infinite": (["--agent-timeout", "1e999"], "--agent-timeout inf must be above 0"),
     "negative": (["--images-cache-gb", "-1"], "--images-cache-gb -1.0 must be above 0"),
     "no-slots": (["--max-concurrent", "0"], "--max-concurrent 0 must be above 0"),
     "file": (["--trials-dir", "task.toml"], "--trials-dir task.toml: File exists"),
-    "images": (
-        ["--sandbox", "daytona", "--images", "buildah"],
-        "--images buildah: Harbor builds the images",
-    ),
+    "images": (["--sandbox", "daytona", "--images", "buildah"], "Harbor builds the images"),
 }
 
 
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_wrong_start_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Started, kind: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "task.toml").touch()
     flags, words = WRONG[kind]
-    done = command("--tasks-dir", ".", "--port", "0", *flags)
-    assert done.returncode == 2 and words in done.stderr, done
-    assert "Traceback" not in done.stderr and not done.stdout
+    code, told = start("--tasks-dir", ".", "--port", "0", *flags)
+    assert code == 2 and words in told, told
     left = {entry.name for entry in tmp_path.iterdir()} - {"task.toml"}
-    assert left <= ({"trials"} if kind == "images" else set())
+    ran = kind in ("images", "sandbox", "no-port", "no-page")  # as far as to the sandbox
+    assert left <= ({"trials"} if ran else set())
 
 
-def test_the_variable_is_named_when_it_names_no_directory(tmp_path: Path) -> None:
-    absent = command(HARBOR_TASKS_DIR=str(tmp_path / "absent"))
-    assert absent.returncode == 2
-    assert f"HARBOR_TASKS_DIR {tmp_path}/absent: no such directory" in absent.stderr
-    empty = command(HARBOR_TASKS_DIR="")
-    assert empty.returncode == 2 and "no tasks: give --tasks-dir" in empty.stderr
+def test_a_port_in_use_is_named_with_its_flag(tmp_path: Path, start: Started) -> None:
+    flags = ["--tasks-dir", str(tmp_path), "--trials-dir", str(tmp_path / "trials")]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        code, told = start(*flags, "--port", port)
+        assert code == EXIT_BUSY and port in told and "with --port, or 0 for a free one" in told
+        code, told = start(*flags, "--port", "0", "--dashboard-port", port)
+        assert code == EXIT_BUSY and port in told
+        assert "with --dashboard-port, or leave it out" in told
 
 
-def test_agent_config_with_an_unknown_key_is_refused(tmp_path: Path) -> None:
+def test_the_variable_is_named_when_it_names_no_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Started
+) -> None:
+    monkeypatch.setenv("HARBOR_TASKS_DIR", str(tmp_path / "absent"))
+    code, told = start()
+    assert code == 2 and f"HARBOR_TASKS_DIR {tmp_path}/absent: no such directory" in told
+    monkeypatch.setenv("HARBOR_TASKS_DIR", "")
+    code, told = start()
+    assert code == 2 and "no tasks: give --tasks-dir" in told
+
+
+def test_a_wrong_setting_of_the_agent_is_refused(tmp_path: Path) -> None:
     config = tmp_path / "agent.yaml"
     config.write_text("agent:\n  sytem_template: hi\n")
-    done = command("--tasks-dir", str(tmp_path), "--port", "0", "--agent-config", str(config))
+    command = [sys.executable, "-m", "miles_core.agent_server.main", "--port", "0"]
+    command += ["--tasks-dir", str(tmp_path), "--trials-dir", str(tmp_path / "trials")]
+    command += ["--agent-config", str(config)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "agent.sytem_template" in done.stderr
+    assert "Traceback" not in done.stderr
