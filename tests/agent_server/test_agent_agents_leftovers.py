@@ -15,6 +15,7 @@ pytest.importorskip("harbor")
 from agent_scripted_model import DONE, ScriptedModel, bash, error, text  # noqa: E402
 from agent_server_helpers import CHECK, TOML, Server, make_task  # noqa: E402
 
+from miles_core.agent_server.clients import arguments  # noqa: E402
 from miles_core.agent_server.sandbox import processes  # noqa: E402
 from miles_core.verdicts import Cause, VerdictKind  # noqa: E402
 
@@ -149,12 +150,13 @@ def test_only_what_is_in_the_namespace_and_not_spared_is_ended() -> None:
     outside = subprocess.Popen(["sleep", "300"], start_new_session=True)
     try:
         end = time.monotonic() + 20
-        before: frozenset[processes.Member] = frozenset()
-        while len(before) < 4 and time.monotonic() < end:
+        lines: dict[str, processes.Member] = {}
+        while not {f"sleep {n}" for n in (300, 301, 302)} <= set(lines):
+            assert time.monotonic() < end, lines
             time.sleep(0.01)
             (init,) = processes.descendants(holder.pid)[:1] or (0,)
-            before = processes.members(init)
-        shell = next(m for m in before if "wait" in Path(f"/proc/{m[0]}/cmdline").read_text())
+            lines = {" ".join(arguments(member[0])): member for member in processes.members(init)}
+        shell = next(member for line, member in lines.items() if line.endswith("wait"))
         processes.end_members(init, frozenset([shell]))
         left = {pid for pid, _ in processes.members(init)}
         assert left == {shell[0], *processes.descendants(shell[0])} and len(left) == 3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from typing import TYPE_CHECKING, Any, override
 
@@ -26,6 +28,8 @@ else:
     Terminus2 = import_terminus()
 
 TERMINUS = "terminus-2"
+NO_PROCESS = os.strerror(errno.EAGAIN)
+"""What fork(2) says where the limit of processes is reached."""
 MALFORMED_LIMIT = 3
 """How many answers in a row may not be in the format; mini-swe-agent has the same limit."""
 
@@ -85,9 +89,10 @@ class Terminus(Terminus2):
         except SandboxError:
             raise
         except RuntimeError as error:
-            if not self._job.turns or await self._session.is_session_alive():
+            exhausted = NO_PROCESS in str(error)  # its own commands are the sandbox's limit
+            if not self._job.turns or (not exhausted and await self._session.is_session_alive()):
                 raise self._job.fail(Cause.AGENT_CRASHED, str(error)) from error
-            self._job.cause = Cause.AGENT_CRASHED  # its own keys ended the session
+            self._job.cause = Cause.AGENT_CRASHED  # its own keys brought it to this
         finally:
             await self._llm.end()
 
