@@ -27,7 +27,7 @@ class Left:
     @property
     def content(self) -> str:
         """Its parts in words."""
-        return ", ".join(f"{len(ids)} {noun}" for noun, ids in self.parts.items())
+        return ", ".join(f"{noun}: {len(ids)}" for noun, ids in self.parts.items())
 
 
 class Kind(Protocol):
