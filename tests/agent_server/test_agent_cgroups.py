@@ -65,6 +65,28 @@ def test_memory_processes_and_cpu_are_limited(tree: CgroupTree) -> None:
         assert cgroups.remove(place) and not place.exists()
 
 
+def test_room_is_made_above_what_is_used(tree: CgroupTree) -> None:
+    """What lies in a memory file system is used and stays; a limit is never lowered."""
+    places = tree.make("room", Limits(memory_mb=64))
+    eat = f"{sys.executable} -c 'print(len(bytearray(40 << 20)))'; echo code $?"
+    fill = "head -c 45M /dev/zero > /dev/shm/test-of-room; "
+    try:
+        assert "code 137" in said(run_in(places, fill + eat))
+        cgroups.make_room(places, 64)
+        assert "code 0" in said(run_in(places, eat))
+        cgroups.make_room(places, 1)
+        assert "code 0" in said(run_in(places, eat))
+    finally:
+        Path("/dev/shm/test-of-room").unlink()
+        assert all(cgroups.remove(place) for place in places)
+    free = tree.make("free", Limits())
+    cgroups.make_room(free, 64)
+    assert "code 0" in said(
+        run_in(free, f"{sys.executable} -c 'bytearray(90 << 20)'; echo code $?")
+    )
+    assert all(cgroups.remove(place) for place in free)
+
+
 def test_a_sandbox_without_limits_has_none(tree: CgroupTree) -> None:
     places = tree.make("free", Limits())
     assert said(run_in(places, "cat /proc/self/cgroup")).count("/free") == len(places)
@@ -138,9 +160,16 @@ def test_a_dead_servers_cgroups_are_swept_and_a_living_ones_are_not(tree: Cgroup
             process.communicate()
 
 
-def test_a_living_server_of_another_pid_namespace_is_left_alone(tree: CgroupTree) -> None:
+@pytest.fixture
+def parent(tree: CgroupTree) -> Iterator[Path]:
+    """A cgroup that no other server of this machine sweeps."""
+    (own,) = tree.make("apart", Limits())[:1]
+    yield own
+    cgroups.remove(own)
+
+
+def test_a_living_server_of_another_pid_namespace_is_left_alone(parent: Path) -> None:
     """Its pid says nothing here, and nothing here could be told from its processes there."""
-    (parent, *_) = {place.parent.parent for place in tree.make("here", Limits())}
     other = parent / f"{cgroups.PREFIX}4194305-1"  # above the highest pid
     other.mkdir()
     lock = subprocess.Popen(["flock", str(other), "sleep", "600"], start_new_session=True)
@@ -155,9 +184,8 @@ def test_a_living_server_of_another_pid_namespace_is_left_alone(tree: CgroupTree
     assert not other.exists()
 
 
-def test_processes_of_another_pid_namespace_cost_no_life_here(tree: CgroupTree) -> None:
+def test_processes_of_another_pid_namespace_cost_no_life_here(parent: Path) -> None:
     """Version 2 tells pid 0 of what a namespace does not see, and that is oneself to kill(2)."""
-    (parent, *_) = {place.parent.parent for place in tree.make("there", Limits())}
     other = parent / f"{cgroups.PREFIX}4194305-2"
     other.mkdir()
     inside = run_in([other], "echo here; exec sleep 600")

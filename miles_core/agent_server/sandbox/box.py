@@ -182,9 +182,12 @@ class Box:
         No earlier process sees what is written there, and none can reach it through /proc: for
         that it would need every capability of the later ones (ptrace(2), access mode checking).
         While there are such processes, the later ones have a root directory of their own.
-        Each of `restored` is made a folder for everybody first, in the sight of all.
+        Each of `restored` is made a folder for everybody first, in the sight of all. All of the
+        memory limit is free for them, whatever has been used up.
         """
         self.rejoin()
+        if self.settings.limits.memory_mb:
+            cgroups.make_room(self._cgroups, self.settings.limits.memory_mb)
         spawner, size_mb = await self._present(), self.settings.disk_mb
         self._mounts = await make_mounts(spawner, places, size_mb, list(restored))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import math
 import os
 import signal
 import time
@@ -28,6 +29,11 @@ none have both (cgroup-v2.rst, "No Internal Process Constraint")."""
 CONTROLLERS = ("memory", "pids", "cpu")
 CPU_PERIOD_US = 100_000
 MOVE_ROUNDS = 20
+_MEMORY = (
+    ("memory.current", "memory.max"),
+    ("memory.usage_in_bytes", "memory.memsw.limit_in_bytes", "memory.limit_in_bytes"),
+)
+"""Files of a cgroup of version 2 and 1: what is used, and limits of it."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +125,26 @@ class CgroupTree:
             remove(directory)
         while self._locks:
             os.close(self._locks.pop())
+
+
+def make_room(directories: list[Path], memory_mb: int) -> None:
+    """Let a sandbox use `memory_mb` more than it does now, if that is more than its limit is.
+
+    What it has written to its disk is memory as well, and ends with the sandbox alone.
+    """
+    for directory in directories:
+        for names in _MEMORY:
+            used, *limits = (directory / name for name in names)
+            if used.exists():
+                wanted = int(used.read_text()) + (memory_mb << 20)
+                for limit in limits:  # that with swap space first: it is never the lower one
+                    if limit.exists() and _number(limit) < wanted:
+                        limit.write_text(str(wanted))
+
+
+def _number(limit: Path) -> float:
+    text = limit.read_text().strip()
+    return math.inf if text == "max" else int(text)
 
 
 def _limit(directory: Path, controller: str, version: str, limits: Limits) -> None:

@@ -45,6 +45,8 @@ PROC_READ_ONLY = ("/proc/sys", "/proc/sysrq-trigger", "/proc/irq", "/proc/bus", 
 PROC_HIDDEN = ("/proc/kcore", "/proc/keys", "/proc/timer_list", "/proc/latency_stats")
 """What tells of all of the host, whoever reads it."""
 
+SHARED_MEMORY_MB = 64
+"""Size of /dev/shm, which is no part of a sandbox's disk; containers have as much."""
 END_S = 5.0
 """How long bubblewrap may take to end after the first process of its sandbox."""
 INIT = "echo ready; exec </dev/null >/dev/null 2>&1; while :; do sleep 1000000; done"
@@ -161,6 +163,8 @@ def _order(root: Root, disk_mb: int, binds: list[tuple[str, str]]) -> dict[str, 
         "program": program,
         "argv": [
             *["bwrap", "--bind", f"{STAGE}/m", "/", "--dev", "/dev", "--proc", "/proc"],
+            *["--size", str(SHARED_MEMORY_MB << 20), "--perms", "1777", "--tmpfs", "/dev/shm"],
+            *["--remount-ro", "/dev"],
             *[word for bind in bound for word in bind],
             *["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"],
             *["--unshare-cgroup-try", "--hostname", "sandbox", "--die-with-parent"],
