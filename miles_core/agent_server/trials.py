@@ -206,7 +206,8 @@ class TrialManager:
         except asyncio.CancelledError:
             pass  # _ended knows why
         finally:
-            await asyncio.to_thread(hide, self._dir / record.trial_id / "harbor", secrets)
+            if secrets:
+                await asyncio.to_thread(hide, self._dir / record.trial_id / "harbor", secrets)
 
     async def _verdict(self, record: Record) -> TrialResult:
         """Run a trial when it has its turn."""

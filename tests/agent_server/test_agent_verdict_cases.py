@@ -108,7 +108,7 @@ LATE = {
 def test_end_of_an_agent_hides_no_verifier(server: Server, tasks: Path, kind: str) -> None:
     """Harbor records the agent's exception alone; the cause is the verifier's all the same."""
     script, cause = LATE[kind]
-    make_task(tasks, f"late-{kind}", test=f"#!/bin/bash\n{script}\n", agent_s=4, verifier_s=1)
+    make_task(tasks, f"late-{kind}", test=f"#!/bin/bash\n{script}\n", agent_s=2, verifier_s=1)
     result = run_mini(server, [bash("sleep 30")], f"late-{kind}")
     assert result.reward is None and result.verdict.cause is cause, result.verdict
 
