@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from miles_core.agent_server.sandbox.box import PATH
+from miles_core.agent_server.sandbox.privileges import PATH
 
 OUTPUT = "test-stdout.txt"
 READ_LIMIT = 256 << 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
@@ -17,6 +18,7 @@ pytest.importorskip("harbor")
 from agent_scripted_model import DONE, ScriptedModel, bash, text  # noqa: E402
 from agent_server_helpers import TOML, Server, make_task  # noqa: E402
 
+from miles_core.agent_server.protocol import TrialResult  # noqa: E402
 from miles_core.agent_server.sandbox import processes  # noqa: E402
 from miles_core.verdicts import Cause, VerdictKind  # noqa: E402
 
@@ -174,16 +176,31 @@ def test_loaded_code_that_ends_is_loaded_again(own: Server) -> None:
     assert forker(own) not in (None, first)
 
 
+def started(server: Server, seconds: float, results: list[TrialResult]) -> threading.Thread:
+    """A trial of oracle that is asleep in its sandbox; its result will be in `results`."""
+    name = f"sleeps-{seconds}"
+    make_task(server.tasks, name, solve=f"#!/bin/bash\nsleep {seconds}\necho 42 > answer.txt\n")
+    running = threading.Thread(target=lambda: results.append(server.run(name, "oracle")))
+    running.start()
+    end = time.monotonic() + 60
+    while not asleep(seconds):
+        assert time.monotonic() < end, "the trial did not begin"
+        time.sleep(0.05)
+    return running
+
+
+def asleep(seconds: float) -> bool:
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if entry.read_bytes().rstrip(b"\0") == f"sleep\0{seconds}".encode():
+                return True
+    return False
+
+
 def test_sandboxes_end_with_the_helper_that_made_them(own: Server) -> None:
     """The trial has no verdict, and says why; the next one has a new helper."""
-    make_task(own.tasks, "long", solve="#!/bin/bash\nsleep 30\n")
-    results = []
-    running = threading.Thread(target=lambda: results.append(own.run("long", "oracle")))
-    running.start()
-    end = time.monotonic() + 30
-    while not spawners(own) and time.monotonic() < end:
-        time.sleep(0.05)
-    time.sleep(1)
+    results: list[TrialResult] = []
+    running = started(own, 30.25, results)
     first = forker(own, "fork_commands.py")
     assert first is not None
     os.kill(first, signal.SIGKILL)
@@ -195,18 +212,14 @@ def test_sandboxes_end_with_the_helper_that_made_them(own: Server) -> None:
 
 
 def test_commands_go_on_when_what_starts_them_was_ended(own: Server) -> None:
-    """As the kernel ends it when the sandbox is out of memory."""
-    make_task(own.tasks, "slow", solve="sleep 3\necho 42 > answer.txt")
-    results = []
-    running = threading.Thread(target=lambda: results.append(own.run("slow", "oracle")))
-    running.start()
-    end = time.monotonic() + 30
-    while not (found := spawners(own)) and time.monotonic() < end:
-        time.sleep(0.05)
-    time.sleep(1)
-    os.kill(found[0], signal.SIGKILL)
+    """As the kernel ends it when the sandbox is out of memory; the command of then is over."""
+    results: list[TrialResult] = []
+    running = started(own, 5.25, results)
+    (spawner,) = spawners(own)
+    os.kill(spawner, signal.SIGKILL)
     running.join(40)
     assert results[0].reward == 0.0, results[0].verdict
+    assert not asleep(5.25)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

@@ -18,7 +18,8 @@ _FORM: dict[str, Any] = {"encoding": "utf-8", "errors": "surrogateescape"}
 
 
 def work(order: dict[str, Any]) -> int:
-    """Do one of `{"make": [folder]}`, `{"is_folder": path}`, `{"unpack": folder}` and
+    """Do one of `{"make": [folder]}`, `{"is_folder": path}`, `{"unpack": folder}`,
+    `{"read": path, "size": bytes}` and
     `{"pack": folder, "ends": {name: bytes}, "limits": [bytes, names, depth]}`; the exit status, 0
     for yes and done."""
     try:
@@ -28,12 +29,23 @@ def work(order: dict[str, Any]) -> int:
             os.makedirs(folder, exist_ok=True)
         if "unpack" in order:
             unpack(sys.stdin.buffer, order["unpack"])
+        if "read" in order:
+            read(sys.stdout.buffer, order["read"], order["size"])
         if "pack" in order:
             pack(sys.stdout.buffer, order["pack"], order["ends"], *order["limits"])
     except OSError as error:
         print(error, file=sys.stderr)
         return 1
     return 0
+
+
+def read(out: IO[bytes], path: str, size: int) -> None:
+    """Write what is in a file, and one byte beyond `size` at the most."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        left = size + 1
+        while left and (chunk := file.read(min(left, CHUNK))):
+            out.write(chunk)
+            left -= len(chunk)
 
 
 def pack(

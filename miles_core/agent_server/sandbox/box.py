@@ -13,22 +13,19 @@ from typing import Any
 from miles_core.agent_server.sandbox import cgroups, processes
 from miles_core.agent_server.sandbox.accounts import ROOT, Account
 from miles_core.agent_server.sandbox.askers import asked_by
-from miles_core.agent_server.sandbox.errors import NoProcess, SandboxError, SandboxGone
+from miles_core.agent_server.sandbox.errors import NoProcess, SandboxGone
 from miles_core.agent_server.sandbox.forks import Forks, Helpers, Spawner
-from miles_core.agent_server.sandbox.holder import CAPABILITIES, Holder
+from miles_core.agent_server.sandbox.holder import Holder
 from miles_core.agent_server.sandbox.layers import Root
 from miles_core.agent_server.sandbox.network import Network
+from miles_core.agent_server.sandbox.privileges import taken_on
 from miles_core.agent_server.sandbox.secluded import make_mounts
 from miles_core.agent_server.sandbox.streams import OUTPUT_LIMIT, Completed, pipes
 
-FOLDER_LIMIT_S = 60.0
 NOT_STARTED = 126
 """The exit status, as a shell has it, of a command for which there was no process."""
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-
-BLOCK_SUSPEND = 36
-"""A capability that means nothing in a user namespace; it sets later processes above earlier."""
 
 
 @dataclass
@@ -131,7 +128,7 @@ class Box:
         When the time is up, or this call is cancelled, the command ends with all its descendants.
         A process that it had put into the background before, as a child of init, lives on.
         """
-        order = {"argv": argv, "process": self._process(user, env or {}, cwd)}
+        order = {"argv": argv, "process": self._taken_on(user, env or {}, cwd)}
         return await self._carry_out(order, stdin, timeout_s, limit)
 
     async def files(
@@ -144,14 +141,8 @@ class Box:
         limit: int = OUTPUT_LIMIT,
     ) -> Completed:
         """Do what an order of `inside/files.py` says, as a command that is no program."""
-        process = self._process(user, {}, "/")
+        process = self._taken_on(user, {}, "/")
         return await self._carry_out({"files": order, "process": process}, stdin, timeout_s, limit)
-
-    async def make_folder(self, place: str) -> None:
-        """Make a folder with its parents where there is none, as root; raises SandboxError."""
-        done = await self.files({"make": [place]}, timeout_s=FOLDER_LIMIT_S)
-        if done.code != 0:
-            raise SandboxError(f"no folder was made: {done.problem()}")
 
     async def _carry_out(
         self, order: dict[str, Any], stdin: bytes | None, timeout_s: float | None, limit: int
@@ -211,7 +202,7 @@ class Box:
         `on_line` is given each line of the standard output as it comes. When this call is
         cancelled, the agent ends with all its descendants, as in `run`.
         """
-        order = {"job": job, "process": self._process(user, env, cwd)}
+        order = {"job": job, "process": self._taken_on(user, env, cwd)}
         spawner = await self._enter(self._helpers.agents)
         try:
             return await self._fork(spawner, order, None, OUTPUT_LIMIT, on_line)
@@ -266,14 +257,5 @@ class Box:
         for directory in self._cgroups:
             await asyncio.to_thread(cgroups.remove, directory)
 
-    def _process(self, user: Account, env: dict[str, str], cwd: str) -> dict[str, Any]:
-        """What a process in a sandbox is to take on (`inside/enter.py`)."""
-        numbers = [*CAPABILITIES.values(), *([] if self._mounts is None else [BLOCK_SUSPEND])]
-        return {
-            "env": {"PATH": PATH, "LANG": "C.UTF-8", **env},
-            "cwd": cwd,
-            "uid": user.uid,
-            "gid": user.gid,
-            "groups": user.groups,
-            "capabilities": sum(1 << number for number in numbers),
-        }
+    def _taken_on(self, user: Account, env: dict[str, str], cwd: str) -> dict[str, Any]:
+        return taken_on(user, env, cwd, above=self._mounts is not None)

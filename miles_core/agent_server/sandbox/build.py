@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from miles_core.agent_server.sandbox import accounts, copying, dockerfile, packages
-from miles_core.agent_server.sandbox.box import PATH, Box
+from miles_core.agent_server.sandbox.box import Box
 from miles_core.agent_server.sandbox.context import Context
 from miles_core.agent_server.sandbox.copying import Given
 from miles_core.agent_server.sandbox.dockerfile import Dockerfile, Heredoc, Instruction
 from miles_core.agent_server.sandbox.errors import SandboxError
+from miles_core.agent_server.sandbox.privileges import PATH
 
 COPY_FLAGS = ("from", "chown", "chmod", "link")
 RUN_LIMIT_S = 1800.0

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+from miles_core.agent_server.sandbox import exchange
 from miles_core.agent_server.sandbox.box import Box
 from miles_core.agent_server.sandbox.context import Context
 from miles_core.agent_server.sandbox.errors import SandboxError
@@ -89,7 +90,7 @@ async def is_directory(box: Box, place: str) -> bool:
 async def make_directory(box: Box, place: str, owner: tuple[int, int] = (0, 0)) -> None:
     """Make a directory and its parents; those that are made belong to `owner`."""
     if owner == (0, 0):
-        await box.make_folder(place)
+        await exchange.make_folder(box, place)
         return
     await checked(box, _MAKE, f"{owner[0]}:{owner[1]}", place)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any, override
@@ -15,17 +13,14 @@ from harbor.environments.capabilities import (
 )
 from harbor.models.task.config import TaskOS
 
-from miles_core.agent_server.sandbox import accounts, transfer
+from miles_core.agent_server.sandbox import accounts, exchange
 from miles_core.agent_server.sandbox.box import Box, Completed
 from miles_core.agent_server.sandbox.build import ImageState, Workplace
-from miles_core.agent_server.sandbox.channel import KILLED
 from miles_core.agent_server.sandbox.errors import SandboxError, SandboxUnsupported
 from miles_core.agent_server.sandbox.host import HOSTS, LOG_FOLDERS, VERIFIER_LOGS, Plan
 from miles_core.agent_server.sandbox.images import Image
 
 TESTS = "/tests"
-TRANSFER_LIMIT_S = 120.0
-KIND_LIMIT_S = 10.0
 
 
 class BubblewrapEnvironment(BaseEnvironment):
@@ -102,7 +97,7 @@ class BubblewrapEnvironment(BaseEnvironment):
             self.image = image.state
         workdir = self.task_env_config.workdir or self.image.workdir
         if image.state is not None or recipe.works() or workdir != self.image.workdir:
-            await self._box.make_folder(workdir)
+            await exchange.make_folder(self._box, workdir)
         self.image.workdir = workdir
         await self._upload_environment_dir_after_start()
 
@@ -178,14 +173,6 @@ class BubblewrapEnvironment(BaseEnvironment):
         listed = await self.box.run(accounts.READ, timeout_s=30)
         return accounts.find(user, listed.out.decode(errors="replace"))
 
-    @staticmethod
-    def _check(done: Completed, what: str) -> None:
-        """Raise SandboxError for what was done in the sandbox and failed."""
-        if done.code != 0:
-            hint = "it was killed; is memory_mb of task.toml enough?"
-            said = hint if done.code == KILLED else done.problem()
-            raise SandboxError(f"{what} failed with {done.code}: {said}")
-
     @override
     async def exec(
         self,
@@ -207,56 +194,26 @@ class BubblewrapEnvironment(BaseEnvironment):
     @override
     async def is_dir(self, path: str, user: str | int | None = None) -> bool:
         account = await self._account(self._resolve_user(user))
-        order = {"is_folder": self.inside(path)}
-        done = await self.box.files(order, user=account, timeout_s=KIND_LIMIT_S)
-        return done.code == 0
+        return await exchange.is_folder(self.box, self.inside(path), account)
 
     @override
     async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
         source = Path(source_dir)
         if str(target_dir) in LOG_FOLDERS and not any(source.iterdir()):
             return  # the verifier finds these in any case
-        archive = await asyncio.to_thread(transfer.pack, source)
-        done = await self.box.files(
-            {"unpack": str(target_dir)}, stdin=archive, timeout_s=TRANSFER_LIMIT_S
-        )
-        self._check(done, f"writing {target_dir}")
+        await exchange.put_folder(self.box, source, str(target_dir))
 
     @override
     async def upload_file(self, source_path: Path | str, target_path: str) -> None:
-        source = Path(source_path)
-        mode = "755" if os.access(source, os.X_OK) else "644"
-        script = 'mkdir -p "$(dirname "$1")" && cat > "$1" && chmod "$2" "$1"'
-        argv = ["sh", "-c", script, "upload", str(target_path), mode]
-        data = await asyncio.to_thread(source.read_bytes)
-        done = await self.box.run(argv, stdin=data, timeout_s=TRANSFER_LIMIT_S)
-        self._check(done, f"writing {target_path}")
+        await exchange.put_file(self.box, Path(source_path), str(target_path))
 
     @override
     async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
-        order = {"pack": str(source_dir), "ends": transfer.ENDS, "limits": transfer.LIMITS}
-        limit = transfer.TRANSFER_LIMIT + 1
-        done = await self.box.files(order, timeout_s=TRANSFER_LIMIT_S, limit=limit)
-        data = self._read(done, str(source_dir))
-        await asyncio.to_thread(transfer.unpack, data, Path(target_dir))
+        await exchange.get_folder(self.box, str(source_dir), Path(target_dir))
 
     @override
     async def download_file(self, source_path: str, target_path: Path | str) -> None:
-        limit = transfer.TRANSFER_LIMIT + 1
-        argv = ["head", "-c", str(limit), "--", str(source_path)]
-        done = await self.box.run(argv, timeout_s=TRANSFER_LIMIT_S, limit=limit)
-        data = self._read(done, str(source_path))
-        target = Path(target_path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        await asyncio.to_thread(target.write_bytes, data)
-
-    @staticmethod
-    def _read(done: Completed, path: str) -> bytes:
-        if done.code != 0:
-            raise FileNotFoundError(done.problem())
-        if len(done.out) > transfer.TRANSFER_LIMIT:
-            raise SandboxError(f"{path}: more than {transfer.TRANSFER_LIMIT >> 20} MiB")
-        return done.out
+        await exchange.get_file(self.box, str(source_path), Path(target_path))
 
     def inside(self, path: str) -> str:
         """An absolute path in the sandbox, from one that may be relative to the workdir."""

@@ -20,25 +20,9 @@ from miles_core.agent_server.sandbox.channel import Fork
 from miles_core.agent_server.sandbox.errors import SandboxError
 from miles_core.agent_server.sandbox.forks import Forks, Spawner, joined
 from miles_core.agent_server.sandbox.layers import Root
+from miles_core.agent_server.sandbox.privileges import CAPABILITIES, FIRST_ALONE
 
 STAGE = "/mnt"
-
-CAPABILITIES = {
-    "CHOWN": 0,
-    "DAC_OVERRIDE": 1,
-    "FOWNER": 3,
-    "FSETID": 4,
-    "KILL": 5,
-    "SETGID": 6,
-    "SETUID": 7,
-    "NET_BIND_SERVICE": 10,
-    "SYS_CHROOT": 18,
-    "SETFCAP": 31,
-}
-"""What root of a sandbox may do inside it, with the kernel's numbers (linux/capability.h)."""
-FIRST_ALONE = ("WAKE_ALARM", "BLOCK_SUSPEND")
-"""Further capabilities of the first process, which mean nothing in a user namespace. Who has fewer
-cannot trace it (ptrace(2), access mode checking); it has no filter of system calls."""
 
 PROC_READ_ONLY = ("/proc/sys", "/proc/sysrq-trigger", "/proc/irq", "/proc/bus", "/proc/fs")
 """Kernel settings that user 0 may write by ownership alone; bubblewrap 0.8 leaves some open."""

@@ -37,6 +37,17 @@ def pack(source: Path) -> bytes:
     return buffer.getvalue()
 
 
+def pack_file(source: Path, name: str, mode: int) -> bytes:
+    """A file of this host as an archive of one."""
+    data = source.read_bytes()
+    info = tarfile.TarInfo(name)
+    info.mode, info.size, info.mtime = mode, len(data), source.stat().st_mtime
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        archive.addfile(info, io.BytesIO(data))
+    return buffer.getvalue()
+
+
 def unpack(data: bytes, target: Path) -> None:
     """Put the files of an archive from a sandbox into `target`, over those of the same name.
 
