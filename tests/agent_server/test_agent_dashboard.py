@@ -85,8 +85,11 @@ def test_list_is_newest_first_filtered_and_paged(watched: Watched) -> None:
         *("ended", "answer", "mini-swe-agent", 2, 0.0),
     )
     assert row["created_at"] < row["ended_at"]
-    for query in ("state=over", "cause=bad_luck", "limit=201", "offset=-1", "stat=ended"):
-        assert watched.ask(f"/api/trials?{query}").status_code == 422, query
+    wrong = ("state=over", "cause=bad_luck", "limit=201", "offset=-1", "stat=ended", "limit=1e999")
+    for query in (*wrong, "offset=NaN", f"offset={10**30}", "task=" + "x" * 201, "limit="):
+        answer = watched.ask(f"/api/trials?{query}")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (422, "invalid_request")
+    assert watched.ids("task=%ff%00%ed%a0%80") == []
 
 
 def test_tasks_are_counted(watched: Watched) -> None:

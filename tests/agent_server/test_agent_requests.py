@@ -186,6 +186,21 @@ def test_a_body_of_another_kind_is_refused(http: httpx.Client) -> None:
     assert http.get("/trials/text").status_code == 404
 
 
+def test_a_fault_of_the_server_has_that_form_too(tmp_path: Path) -> None:
+    make_task(tmp_path / "tasks", "answer")
+    server = OwnAgentServer(tmp_path / "tasks", max_concurrent=1, trials_dir=tmp_path / "trials")
+    with server.serve() as (url, token):
+        (tmp_path / "trials" / "broken").mkdir()
+        (tmp_path / "trials" / "broken" / "result.json").write_text('{"reward": "of-someone"}')
+        headers = {"authorization": f"Bearer {token}"}
+        answer = httpx.get(f"{url}/trials/broken", headers=headers, trust_env=False)
+        assert answer.status_code == 500 and answer.headers["content-type"] == "application/json"
+        error = answer.json()["error"]
+        assert error["code"] == "internal_error" and "ValidationError" in error["message"]
+        assert "of-someone" not in answer.text
+        assert httpx.get(f"{url}/health", trust_env=False).status_code == 200
+
+
 def test_the_tasks_directory_may_vanish(tmp_path: Path) -> None:
     tasks = tmp_path / "tasks"
     make_task(tasks, "answer")
