@@ -108,12 +108,12 @@ async def _read(
     limit: int,
     on_line: Callable[[bytes], None] | None,
 ) -> None:
-    """Read to the end; keep the first `limit` bytes and drop the rest."""
+    """Read to the end. Give each line to `on_line`, or keep the first `limit` bytes without it."""
     line = b""
     while chunk := await stream.read(65536):
-        if len(kept) < limit:
-            kept += chunk[: limit - len(kept)]
-        if on_line is not None:
+        if on_line is None:
+            kept += chunk[: max(0, limit - len(kept))]
+        else:
             *lines, line = (line + chunk).split(b"\n")
             for whole in lines:
                 on_line(whole)
