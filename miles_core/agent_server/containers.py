@@ -28,6 +28,8 @@ from miles_core.agent_server.sandbox.errors import SandboxError
 
 COMPOSE = "docker-compose.yaml"
 SERVICE = "com.docker.compose.service"
+CACHE = "localhost/miles-cache"
+CACHE_DIGITS = 32
 OUTPUT_LIMIT = 8 << 20
 GRACE_S = "1"
 """Between SIGTERM and SIGKILL of a container: the first process is a sleep that heeds none."""
@@ -153,9 +155,12 @@ class ContainerEnvironment(DockerEnvironment):
         if command[0] == "cp" and not self.runtime().supports_compose_cp:
             raise RuntimeError("this compose has no cp")  # Harbor has another way then
         if inner is None or on_output is not None:
-            return await super()._run_docker_compose_command(
+            done = await super()._run_docker_compose_command(
                 command, check, timeout_sec, stdin_data, on_output
             )
+            if command[0] == "build" and self.runtime().engine == ("podman",):
+                await self._keep_layers()
+            return done
         options, words = inner
         keep_open = [] if stdin_data is None else ["--interactive"]
         process = await asyncio.create_subprocess_exec(
@@ -181,11 +186,24 @@ class ContainerEnvironment(DockerEnvironment):
             at = options.index("--rmi")
             options = options[:at] + options[at + 2 :]
         done = await super()._run_docker_compose_command(["down", "--timeout", GRACE_S, *options])
-        if built:
-            listed = await self.engine("image", "ls", "--format", "{{.Repository}}:{{.Tag}}")
-            if own := [name for name in listed.split() if self.session_id in name]:
-                await self.engine("image", "rm", *own)
+        if built and (own := await self._built_images()):
+            await self.engine("image", "rm", *own)
         return done
+
+    async def _built_images(self) -> list[str]:
+        listed = await self.engine("image", "ls", "--format", "{{.Repository}}:{{.Tag}}")
+        return [name for name in listed.split() if self.session_id in name]
+
+    async def _keep_layers(self) -> None:
+        """Give what was built a name that outlives the trial.
+
+        podman removes the layers of an image with its last name, and would run each `RUN` again in
+        the next trial of the task.
+        """
+        content = await asyncio.to_thread(lambda: self.environment_id)
+        for name in await self._built_images():
+            service = name.rpartition(self.session_id)[2].partition(":")[0]
+            await self.engine("tag", name, f"{CACHE}:{content[:CACHE_DIGITS]}{service}")
 
     @staticmethod
     @override

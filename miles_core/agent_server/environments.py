@@ -5,9 +5,12 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from miles_core.errors import UserError
@@ -15,6 +18,7 @@ from miles_core.errors import UserError
 BUBBLEWRAP = "bubblewrap"
 CONTAINERS = {"docker": "Docker", "podman": "Podman"}
 """Kinds whose environment is a class of ours over Harbor's."""
+SCRATCH = ".scratch"
 CONTAINER_CLASSES = "miles_core.agent_server.containers"
 COMPOSE = {
     "docker": "Install Docker's compose plugin.",
@@ -125,3 +129,14 @@ def _check_bubblewrap() -> None:
             "allow them (sysctl kernel.unprivileged_userns_clone=1, user.max_user_namespaces), "
             "or use --sandbox docker"
         )
+
+
+def own_scratch(trials_dir: Path) -> None:
+    """Let what Harbor writes for a sandbox of another kind lie in the trials directory.
+
+    It removes it when the sandbox ends; what a server that was killed has left is removed here.
+    """
+    scratch = trials_dir / SCRATCH
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
+    tempfile.tempdir = str(scratch)

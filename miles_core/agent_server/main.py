@@ -224,6 +224,8 @@ def run(args: argparse.Namespace, listener: socket.socket, dashboard: socket.soc
     if sandbox.ours:
         tree = CgroupTree()
         images = open_images(settings.trials_dir, args.images, int(args.images_cache_gb * GIGABYTE))
+    else:
+        environments.own_scratch(settings.trials_dir)
     runner = Runner(settings, images, tree)
     health: dict[str, Any] = {
         "capacity": settings.max_concurrent,

@@ -57,7 +57,7 @@ def podman(variables: dict[str, str], *arguments: str) -> subprocess.CompletedPr
 
 
 def left(variables: dict[str, str]) -> dict[str, list[str]]:
-    """Everything that is in the storage but the image of the tests."""
+    """Everything that is in the storage but the image of the tests and what is kept of builds."""
     names = {
         "containers": ("ps", "--all", "--format", "{{.Names}}"),
         "networks": ("network", "ls", "--format", "{{.Name}}"),
@@ -66,7 +66,8 @@ def left(variables: dict[str, str]) -> dict[str, list[str]]:
     }
     listed = {what: podman(variables, *words).stdout.split() for what, words in names.items()}
     listed["networks"] = [name for name in listed["networks"] if name.startswith("miles-")]
-    listed["images"] = [name for name in listed["images"] if name != IMAGE]
+    kept = (IMAGE, "localhost/miles-cache:")
+    listed["images"] = [name for name in listed["images"] if not name.startswith(kept)]
     return {what: found for what, found in listed.items() if found}
 
 

@@ -24,6 +24,7 @@ from agent_container_helpers import (  # noqa: E402
 from agent_scripted_model import DONE, ScriptedModel, bash, text  # noqa: E402
 from agent_server_helpers import TOML, Server, make_task  # noqa: E402
 
+from miles_core.agent_server import environments  # noqa: E402
 from miles_core.agent_server.protocol import TrialRequest  # noqa: E402
 from miles_core.verdicts import Cause, VerdictKind  # noqa: E402
 
@@ -111,6 +112,17 @@ def test_a_task_without_a_network_has_none(server: Server) -> None:
     make_task(server.tasks, "severed", dockerfile=DOCKERFILE, test=check)
     server.run("severed", "nop")
     assert last_output(server).split() == ["lo"]
+
+
+def test_a_step_of_a_dockerfile_is_run_once(server: Server) -> None:
+    steps = DOCKERFILE + "RUN cat /proc/sys/kernel/random/uuid > /app/id\nRUN true\n"
+    test = "cat /app/id\necho 1 > /logs/verifier/reward.txt\n"
+    make_task(server.tasks, "steps", dockerfile=steps, test=test)
+    seen = set()
+    for _ in range(2):
+        server.run("steps", "nop")
+        seen.add(last_output(server))
+    assert len(seen) == 1 and len(seen.pop().strip()) == 36
 
 
 def test_services_and_their_volume(server: Server, variables: dict[str, str]) -> None:
@@ -209,6 +221,7 @@ def test_no_sandbox_outlives_its_server(
         server.start()
         assert "of an earlier server" in (tmp_path / "server.log").read_text()
     assert left(variables) == {} and not running("sleep 500") and not running("sleep 300")
+    assert list((server.trials / environments.SCRATCH).iterdir()) == []
     if number is signal.SIGKILL:
         assert server.stop() == 0
     assert "miles-" not in sweep(server, "now")
