@@ -7,6 +7,7 @@ Each command is such a fork, which first gives up its privileges.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -37,6 +38,9 @@ from system_calls import (
 )
 
 NAMESPACES = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET
+
+ENDS_FIRST = "500"
+"""Of 1000: what a process has beyond its own memory when one must end (proc(5))."""
 
 Command = Callable[[dict[str, Any]], int]
 """What a process does once it is inside, with its order; returns the exit status."""
@@ -120,8 +124,11 @@ def become(
 ) -> None:
     """Take on the ids, the environment and the directory; give up everything else.
 
-    At most the capabilities of the bit mask are kept, and those for root.
+    At most the capabilities of the bit mask are kept, and those for root. When the memory of the
+    sandbox is used up, this process ends before those that hold the sandbox.
     """
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write(ENDS_FIRST)
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     capability = 0
     while libc.prctl(PR_CAPBSET_READ, capability, 0, 0, 0) >= 0:

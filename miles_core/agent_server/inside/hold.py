@@ -37,7 +37,6 @@ def hold(order: dict[str, Any], given: list[int]) -> int:
     for cgroup in cgroups:
         os.write(cgroup, b"0")
     os.setns(mounts, CLONE_NEWNS)
-    _outlive_memory()
     checked(libc.unshare(CLONE_NEWUSER | CLONE_NEWNS), "no user namespace: unshare")
     os.write(told, b"%d\n" % os.getpid())
     if not os.read(ids, 1):
@@ -45,12 +44,6 @@ def hold(order: dict[str, Any], given: list[int]) -> int:
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     _make_files(order["stage"], order["disk_mb"], order["overlays"], order["removed"])
     os.execve(order["program"], order["argv"], {})
-
-
-def _outlive_memory() -> None:
-    """Have the first process of a sandbox not be what ends when its memory is used up."""
-    with contextlib.suppress(PermissionError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("-1000")
 
 
 def _make_files(
