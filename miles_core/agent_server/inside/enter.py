@@ -76,7 +76,8 @@ def _spawn(server: socket.socket, command: Command, new: bool, given: list[int])
     try:
         first = _enter(new, given)
     except Exception as error:
-        answer(server, {"error": str(error)})
+        with contextlib.suppress(ConnectionError):  # nobody may be waiting any more
+            answer(server, {"error": str(error)})
         return
     os.closerange(3, server.fileno())
     os.closerange(server.fileno() + 1, os.sysconf("SC_OPEN_MAX"))

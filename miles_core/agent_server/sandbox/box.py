@@ -254,8 +254,7 @@ class Box:
         if self._spawner is not None:
             self._spawner.close()
         await self._holder.close()
-        for directory in self._cgroups:
-            await asyncio.to_thread(cgroups.remove, directory)
+        await asyncio.to_thread(lambda: [cgroups.remove(place) for place in self._cgroups])
 
     def _taken_on(self, user: Account, env: dict[str, str], cwd: str) -> dict[str, Any]:
         return taken_on(user, env, cwd, above=self._mounts is not None)
