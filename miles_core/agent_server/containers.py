@@ -24,12 +24,14 @@ from harbor.models.task.config import NetworkMode, NetworkPolicy
 
 from miles_core.agent_server.clients import end_client
 from miles_core.agent_server.reaper.owner import Owner
-from miles_core.agent_server.sandbox.errors import SandboxError
+from miles_core.agent_server.sandbox.errors import SandboxError, SandboxGone
 
 COMPOSE = "docker-compose.yaml"
 SERVICE = "com.docker.compose.service"
 CACHE = "localhost/miles-cache"
 CACHE_DIGITS = 32
+ENGINE_FAILED = (125, 137, 255)
+"""Exit statuses of an engine that could not run a command, or whose container ended meanwhile."""
 OUTPUT_LIMIT = 8 << 20
 GRACE_S = "1"
 """Between SIGTERM and SIGKILL of a container: the first process is a sleep that heeds none."""
@@ -156,8 +158,10 @@ class ContainerEnvironment(DockerEnvironment):
             raise RuntimeError("this compose has no cp")  # Harbor has another way then
         if inner is None or on_output is not None:
             done = await super()._run_docker_compose_command(
-                command, check, timeout_sec, stdin_data, on_output
+                command, False, timeout_sec, stdin_data, on_output
             )
+            if check and done.return_code != 0:
+                raise RuntimeError(f"compose {command[0]} failed: {_end_of(done)}")
             if command[0] == "build" and self.runtime().engine == ("podman",):
                 await self._keep_layers()
             return done
@@ -172,9 +176,20 @@ class ContainerEnvironment(DockerEnvironment):
         done = await self._collect_buffered_output(
             process, timeout_sec=timeout_sec, stdin_data=stdin_data
         )
+        if done.return_code != 0 and not await self._may_be_up(done):
+            raise SandboxGone("the container has ended")
         if check and done.return_code != 0:
-            raise RuntimeError(f"{words[0]} in the container failed: {(done.stdout or '')[-300:]}")
+            raise RuntimeError(f"{words[0]} in the container failed: {_end_of(done)}")
         return done
+
+    async def _may_be_up(self, done: ExecResult) -> bool:
+        """Whether a command that failed did so in a container that is there."""
+        told = "Error" in (done.stdout or "")[:200]  # by the engine, or by the command itself
+        if not told and done.return_code not in ENGINE_FAILED:
+            return True
+        state = "{{.State.Running}}"
+        said = await self.engine("inspect", "--format", state, await self.main_container())
+        return said.strip() == "true"
 
     async def _down(self, options: list[str]) -> ExecResult:
         """End the containers, with the images that were built for them when they are to go.
@@ -236,6 +251,12 @@ class Docker(ContainerEnvironment):
 
 class Podman(ContainerEnvironment, PodmanEnvironment):
     """`--sandbox podman`."""
+
+
+def _end_of(done: ExecResult) -> str:
+    """The last words of a program that failed, and its exit status."""
+    said = " ".join((done.stdout or "").split())[-350:]
+    return f"exit status {done.return_code}: {said}"
 
 
 def _in_main(command: list[str]) -> tuple[list[str], list[str]] | None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from agent_container_helpers import (  # noqa: E402
     DOCKERFILE,
     left,
     own_podman,
+    podman,
     remove_all,
 )
 from agent_scripted_model import DONE, ScriptedModel, bash, text  # noqa: E402
@@ -186,6 +188,29 @@ def test_nothing_of_an_agent_out_of_time_is_beside_the_verifier(server: Server, 
     assert "reward.txt" not in listed and "name=left" not in listed, listed
     assert "sleep 600" not in listed and "tmux" not in listed, listed
     assert "name=started" in listed and result.reward == 0.0, listed
+
+
+def test_what_went_wrong_with_a_container_is_no_grade(
+    server: Server, variables: dict[str, str]
+) -> None:
+    make_task(server.tasks, "broken", dockerfile=DOCKERFILE + "RUN echo no; exit 3\n")
+    broken = server.run("broken", "nop").verdict
+    assert broken.cause is Cause.SANDBOX_FAILED and 'STEP "RUN echo no; exit 3"' in broken.detail
+    model = ScriptedModel([bash("echo begun; sleep 300"), bash(DONE)])
+    end = threading.Thread(target=end_container, args=(model, variables))
+    end.start()
+    try:
+        ended = server.run("answer", "mini-swe-agent", base_url=model.url).verdict
+    finally:
+        model.close()
+        end.join()
+    assert ended.cause is Cause.SANDBOX_FAILED and "the container has ended" in ended.detail
+
+
+def end_container(model: ScriptedModel, variables: dict[str, str]) -> None:
+    until(lambda: model.requests)
+    time.sleep(1)
+    podman(variables, "kill", *podman(variables, "ps", "--quiet").stdout.split())
 
 
 def test_a_server_that_an_agent_leaves_is_its_work(server: Server) -> None:
