@@ -41,7 +41,9 @@ def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
     if not 0 <= port <= HIGHEST_PORT:
         raise UserError(f"{flag} {port} is no port", f"Take one from 1 to {HIGHEST_PORT}, or 0.")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio sends without delay only where the protocol is named: else each answer waits 40 ms for
+    # the acknowledgement of its head (RFC 896 meets RFC 1122, 4.2.3.2).
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
