@@ -235,14 +235,14 @@ def test_no_sandbox_outlives_its_server(
     server = Server(tmp_path, tmp_path / "tasks", "--sandbox", "podman")
     for task in ("long", "build"):
         begin(server, task)
-    until(lambda: "-long-" in str(left(variables)) and running("sleep 500"))
+    until(lambda: "-long" in str(left(variables)) and running("sleep 500"))
     until(lambda: running("sleep 300"))
     server.stop(number)
     if number is signal.SIGKILL:
-        assert "-long-" in str(left(variables)["containers"])
+        assert "-long" in str(left(variables)["containers"])
         listed = sweep(server, "dry-run")
-        assert "-long-" in listed and "-build-" in listed and "nothing was" in listed
-        assert "-long-" in str(left(variables)["containers"])
+        assert "-long" in listed and "-build" in listed and "nothing was" in listed
+        assert "-long" in str(left(variables)["containers"])
         server.start()
         assert "of an earlier server" in (tmp_path / "server.log").read_text()
     assert left(variables) == {} and not running("sleep 500") and not running("sleep 300")

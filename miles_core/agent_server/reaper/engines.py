@@ -21,7 +21,7 @@ from miles_core.agent_server.clients import arguments, end_client
 from miles_core.agent_server.reaper.left import KindFailed, Left
 from miles_core.agent_server.reaper.owner import Owner
 
-CALL_LIMIT_S = 60.0
+CALL_LIMIT_S = 30.0
 PROJECT = "com.docker.compose.project"
 """The label that docker compose and podman-compose give to all that they make."""
 LABELLED = {
@@ -80,6 +80,7 @@ class Engine:
         left = found.setdefault(
             named.name, Left(self.name, named.name, named.trial, named.tag, None)
         )
+        left.trial = min(left.trial, named.trial, key=len)  # an image's may have its service behind
         left.parts.setdefault(part, []).append(part_id)
         if age_s is not None:
             left.age_s = max(left.age_s or 0.0, age_s)

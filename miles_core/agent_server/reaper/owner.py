@@ -31,17 +31,18 @@ class Owner:
     def name(self, trial_id: str, session_id: str) -> str:
         """The name of one sandbox; a name of containers, networks and images in every engine."""
         plain = re.sub("[^a-z0-9]+", "-", trial_id.lower())[:READABLE].strip("-")
-        return f"miles-{self.id}-{plain}-{tag(trial_id)}-{tag(session_id)}"
+        return f"miles-{self.id}-{tag(trial_id)}{tag(session_id)}-{plain}"
 
     def named(self, text: str) -> Named | None:
-        """The sandbox of this owner whose name is in `text`."""
-        found = re.search(rf"miles-{self.id}-([a-z0-9-]+)-([0-9a-f]{{8}})-[0-9a-f]{{8}}", text)
-        return Named(found[0], found[1], found[2]) if found else None
+        """The sandbox of this owner whose name is in `text`, with whatever behind it."""
+        found = re.search(rf"(miles-{self.id}-([0-9a-f]{{8}})[0-9a-f]{{8}})-([a-z0-9-]+)", text)
+        return Named(found[1], found[3], found[2]) if found else None
 
 
 @dataclass(frozen=True)
 class Named:
-    """The name of a sandbox, the readable part of its trial's id, and the tag of that id."""
+    """What the name of a sandbox begins with, which no other's does; its trial's id as far as it
+    can be read there, and the tag of that id."""
 
     name: str
     trial: str

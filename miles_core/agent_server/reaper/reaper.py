@@ -48,8 +48,9 @@ class Reaper:
         for kind in self._kinds:
             try:
                 found += await kind.find()
-            except KindFailed as error:
-                self.problems.append(f"sandboxes of {kind.name} were not looked for: {error}")
+            except Exception as error:  # of whatever kind, the others are looked for
+                told = _told(error)
+                self.problems.append(f"sandboxes of {kind.name} were not looked for: {told}")
         owned = {tag(trial_id) for trial_id in self._live()}
         return [left for left in found if left.tag not in owned]
 
@@ -109,13 +110,18 @@ class Reaper:
             try:
                 await kinds[left.kind].remove(left)
                 ended.append(left)
-            except KindFailed as error:
-                self.problems.append(f"the sandbox {left.id} could not be ended: {error}")
+            except Exception as error:  # the others are ended
+                self.problems.append(f"the sandbox {left.id} could not be ended: {_told(error)}")
         return ended
 
     def _tell(self) -> None:
         for problem in self.problems:
             log.warning(problem)
+
+
+def _told(error: Exception) -> str:
+    """What went wrong; for what no kind foresaw, with its class."""
+    return str(error) if isinstance(error, KindFailed) else repr(error)
 
 
 async def open_reaper(
