@@ -43,6 +43,7 @@ from agent_server_helpers import CHECK, SECRET, TOML, Server, make_task  # noqa:
 from miles_core.agent_server.protocol import TrialResult  # noqa: E402
 from miles_core.agent_server.sandbox import transfer  # noqa: E402
 from miles_core.agent_server.sandbox.errors import SandboxError  # noqa: E402
+from miles_core.agent_server.sandbox.relay import CONNECTIONS  # noqa: E402
 from miles_core.verdicts import Cause, VerdictKind  # noqa: E402
 
 pytestmark = pytest.mark.agent_env
@@ -280,6 +281,27 @@ def test_other_users_than_root_replace_nothing(server: Server, kind: str) -> Non
     assert_graded(result, 0.0)
 
 
+# The agent's own program.
+
+ENDS = {
+    "killed": "kill -9 -1",
+    "aborted": "kill -ABRT $PPID; sleep 9",
+    "interrupted": "kill -INT $PPID; sleep 9",
+    "memory": "prlimit --pid $PPID --as=1000000",
+    "files": "prlimit --pid $PPID --nofile=1",
+    "folder": "rm -rf /app; ln -s /nowhere /app",
+    "logs": "rm -rf /logs; touch /logs",
+}
+
+
+@pytest.mark.parametrize("kind", slow_but("killed", "aborted", "folder", of=ENDS))
+def test_an_agent_that_ends_its_own_program_is_graded(server: Server, kind: str) -> None:
+    """Else one that has failed could have its trial forgotten."""
+    result, _ = attack(server, "by-root", f"{HONEST}; {ENDS[kind]}")
+    assert_graded(result, 0.0 if kind == "folder" else 1.0)
+    assert result.verdict.cause is Cause.AGENT_CRASHED
+
+
 # Processes, memory and disk.
 
 
@@ -464,6 +486,28 @@ def test_the_session_and_nothing_else_is_reachable(
     assert "found 2" in names
     assert answers.count("HTTP/1.") == 4 and "200" not in answers
     assert canary.asked == []
+
+
+CROWD = """
+import socket, time
+rows = [line.split() for line in open("/proc/net/tcp").read().splitlines()[1:]]
+(relay,) = {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A"}
+held = [socket.create_connection(("127.0.0.1", relay), 5) for _ in range(200)]
+time.sleep(1)
+def is_open(one):
+    one.setblocking(False)
+    try:
+        return one.recv(1) != b""
+    except BlockingIOError:
+        return True
+print(sum(map(is_open, held)))
+"""
+
+
+def test_a_crowd_of_connections_does_not_reach_the_session(server: Server) -> None:
+    result, (count, _) = attack(server, "by-root", python(CROWD), HONEST)
+    assert_graded(result, 1.0)
+    assert 0 < int(count.split()[1]) <= CONNECTIONS
 
 
 # Links and archives that lead out.

@@ -152,7 +152,7 @@ class MiniSweAgent(OurAgent):
 
     def _ended_without_word(self, code: int, error: str) -> None:
         """A signal after a model answer is the doing of the agent's commands: it is graded."""
-        if code in (137, 143, -9, -15) and self._job.turns:
+        if (code > 128 or code < 0) and self._job.turns:
             self._job.cause = Cause.AGENT_CRASHED
             return
         raise self._job.fail(Cause.AGENT_CRASHED, f"the agent ended with {code}: {error}")

@@ -148,4 +148,8 @@ def become(
     confine.install(libc)
     os.environ.clear()
     os.environ.update(env)
-    os.chdir(cwd)
+    try:
+        os.chdir(cwd)
+    except OSError as error:  # an agent has taken it away, which keeps nobody from grading
+        print(f"{error}; in / instead", file=sys.stderr)
+        os.chdir("/")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
 import json
 import time
@@ -22,6 +23,9 @@ from pydantic import BaseModel
 
 SHOWN_LENGTH = 20_000
 """Characters of one text of a message that are told while the agent runs."""
+
+USED_UP = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL})
+"""Errors of a machine that has no socket for one more connection."""
 
 
 class ModelEndpointError(RuntimeError):
@@ -129,6 +133,9 @@ class PlainModel:
             except urllib.error.HTTPError as error:
                 last = self._refused(error)
             except (OSError, http.client.HTTPException) as error:
+                reason = getattr(error, "reason", error)
+                if getattr(reason, "errno", None) in USED_UP:
+                    raise  # no word about the endpoint
                 last = f"{type(error).__name__}: {error}"
             except ValueError as error:
                 raise ModelEndpointError("session_failed", f"not JSON: {error}") from error

@@ -5,11 +5,11 @@ Each model answer and the end are one JSON line on standard output.
 
 from __future__ import annotations
 
-import errno
 import importlib
 import json
 import logging
 import os
+import signal
 import traceback
 from typing import Any
 
@@ -26,8 +26,6 @@ MODULES = (
     "jinja2.debug",  # and this when one fails
 )
 EXIT_ENDPOINT = 3
-EXHAUSTED = frozenset({errno.EAGAIN, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Errors of an agent whose commands have used up the processes, memory or disk of the sandbox."""
 
 
 def report(event: dict[str, Any]) -> None:
@@ -44,11 +42,16 @@ def load() -> None:
 
 def run(job: dict[str, Any], environment: Any = None) -> int:
     """Run the agent of a job (`task`, `base_url`, `agent`, `model`, `environment`,
-    `output_path`); the exit status. Without an `environment` its commands run here."""
+    `output_path`); the exit status.
+
+    Without an `environment` its commands run here. What the system refuses it then, and signals
+    that end it, are their doing: they have used up or taken away what it needs. It just ends.
+    """
     from minisweagent.agents.default import DefaultAgent
     from minisweagent.environments.local import LocalEnvironment
     from plain_model import ModelEndpointError, PlainModel
 
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     model = PlainModel(job["base_url"], report, **job["model"])
     agent = DefaultAgent(
         model,
@@ -61,14 +64,9 @@ def run(job: dict[str, Any], environment: Any = None) -> int:
     except ModelEndpointError as error:
         report({"event": "end", "cause": error.cause, "detail": str(error)})
         return EXIT_ENDPOINT
-    except OSError as error:
-        traceback.print_exc()
-        code = 0 if error.errno in EXHAUSTED else 1
-        report({"event": "end", "cause": "agent_crashed", "detail": repr(error)[:400]})
-        return code
     except Exception as error:
         traceback.print_exc()
         report({"event": "end", "cause": "agent_crashed", "detail": repr(error)[:400]})
-        return 1
+        return 0 if environment is None and isinstance(error, OSError | MemoryError) else 1
     report({"event": "end", "exit_status": end.get("exit_status", ""), "cause": model.limit})
     return 0

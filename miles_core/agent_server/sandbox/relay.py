@@ -20,6 +20,8 @@ CLONE_NEWUSER = 0x10000000
 CLONE_NEWNET = 0x40000000
 CHUNK = 65536
 INSIDE_HOST = "127.0.0.1"
+CONNECTIONS = 64
+"""How many one relay has open at once; a further caller finds its connection closed."""
 
 
 def listen_inside(pid: int, port: int) -> socket.socket:
@@ -87,6 +89,9 @@ class Relay:
             task.cancel()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._open) >= CONNECTIONS:
+            writer.close()
+            return
         task = asyncio.current_task()
         assert task is not None
         self._open.add(task)
