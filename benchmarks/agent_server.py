@@ -61,6 +61,7 @@ class Model(BaseHTTPRequestHandler):
     """Answers at once with the action whose turn it is."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))

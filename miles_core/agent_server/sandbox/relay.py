@@ -50,7 +50,9 @@ def socket_inside(pid: int, kind: socket.SocketKind, address: tuple[str, int]) -
             finally:
                 os.close(fd)
             family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-            bound = socket.socket(family, kind)
+            # asyncio sends without delay only where the protocol is named (serving.bind).
+            protocol = socket.IPPROTO_TCP if kind == socket.SOCK_STREAM else socket.IPPROTO_UDP
+            bound = socket.socket(family, kind, protocol)
             if family == socket.AF_INET6:
                 bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
