@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from agent_scripted_model import DONE, ScriptedModel, bash
 from agent_server_helpers import CHECK, TOML, Server, make_task
 
 from miles_core.agent_server.protocol import TrialResult
+from miles_core.verdicts import VerdictKind
 
 MINI = "mini-swe-agent"
 REWARD = "/logs/verifier/reward.txt"
@@ -38,6 +40,15 @@ def attack(server: Server, task: str, *commands: str) -> tuple[TrialResult, list
         model.close()
     seen = model.requests[-1]["messages"] if model.requests else []
     return result, [message["content"] for message in seen if message["role"] == "tool"]
+
+
+def slow_but(*quick: str, of: dict[str, str]) -> list:
+    """Cases of which a few are in the default suite."""
+    return [pytest.param(k, marks=[] if k in quick else pytest.mark.slow) for k in sorted(of)]
+
+
+def assert_graded(result: TrialResult, reward: float) -> None:
+    assert (result.verdict.kind, result.reward) == (VerdictKind.GRADED, reward), result.verdict
 
 
 def python(script: str) -> str:
@@ -124,7 +135,7 @@ echo /usr/lib/p.so > /etc/ld.so.preload""",
 }
 
 SYSTEM_CALLS = """
-import ctypes, errno, json, os, socket
+import ctypes, errno, json, os, socket, threading
 libc = ctypes.CDLL(None, use_errno=True)
 def call(*numbers):
     words = [ctypes.c_long(n) if isinstance(n, int) else n for n in numbers]
@@ -198,6 +209,11 @@ try:
     seen["raw"] = "went through"
 except OSError as error:
     seen["raw"] = errno.errorcode[error.errno]
+for family in (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6):
+    socket.socket(family, socket.SOCK_STREAM).close()
+thread = threading.Thread(target=print, args=("threads work",))
+thread.start()
+thread.join()
 through = sorted(name for name, told in seen.items() if told == "went through")
 print("TRIED", len(seen), json.dumps(through))
 """

@@ -99,27 +99,6 @@ def test_the_agent_is_confined_like_its_commands(server: Server) -> None:
     assert "same" in cgroup
 
 
-def test_commands_cannot_reach_the_host_through_the_agent(server: Server) -> None:
-    """Its executable, memory, environment and descriptors are the host's or the agent's own.
-
-    `readlink` is refused as well, but says nothing.
-    """
-    tried = outputs(
-        server,
-        [
-            f"readlink /proc/{AGENT}/exe && echo reached",
-            f"cat /proc/{AGENT}/environ && echo reached",
-            f"cat /proc/{AGENT}/maps && echo reached",
-            f"dd if=/proc/{AGENT}/mem bs=1 count=1 && echo reached",
-            f"cat /proc/{AGENT}/fd/0 && echo reached",
-            f"ls /proc/{AGENT}/root/ && echo reached",
-            f"ls /proc/{AGENT}/cwd/ && echo reached",
-        ],
-    )
-    assert not [seen for seen in tried if "reached" in seen]
-    assert sum("Permission denied" in seen for seen in tried) == len(tried) - 1, tried
-
-
 def test_the_agent_runs_as_the_user_of_the_task(server: Server, tasks: Path) -> None:
     toml = TOML.replace("[agent]\n", '[agent]\nuser = "daemon"\n')
     dockerfile = "FROM debian:12\nRUN usermod -a -G tape,audio daemon\nENV PLACE=here\nWORKDIR /app"

@@ -135,14 +135,6 @@ def test_named_reward_is_chosen(server: Server, tasks: Path) -> None:
     assert result.reward == 0.7 and result.eval_report == {"style": 0.1, "reward": 0.7}
 
 
-def test_reward_written_by_the_agent_does_not_survive(server: Server, tasks: Path) -> None:
-    make_task(tasks, "forged", test="#!/bin/bash\ntrue\n")
-    forge = "echo 1 > /logs/verifier/reward.txt; echo '{\"reward\":1}' > /logs/verifier/reward.json"
-    link = "ln -sf /etc/hostname /logs/verifier/other.txt; ln -s / /logs/agent/root"
-    result, _ = run_mini(server, [bash(forge), bash(link), bash(DONE)], "forged")
-    assert result.verdict.cause is Cause.REWARD_MISSING, result.verdict
-
-
 def test_run_that_fails_names_its_line(server: Server, tasks: Path) -> None:
     make_task(tasks, "run-fails", dockerfile="FROM debian:12\n\nRUN true && \\\n  false\n")
     detail = server.run("run-fails", "oracle").verdict.detail

@@ -91,12 +91,6 @@ def test_sandbox_that_dies_under_an_agent(server: Server) -> None:
     assert result.verdict.cause is Cause.SANDBOX_FAILED, result.verdict
 
 
-def test_agent_that_kills_itself_is_graded(server: Server) -> None:
-    result = run_mini(server, [bash("echo 42 > answer.txt"), bash("kill -9 -1")], "answer")
-    assert (result.verdict.kind, result.reward) == (VerdictKind.GRADED, 1.0), result.verdict
-    assert result.verdict.cause is Cause.AGENT_CRASHED
-
-
 LATE = {
     "slow": ("sleep 20", Cause.VERIFIER_TIMEOUT),
     "silent": ("true", Cause.REWARD_MISSING),
@@ -111,39 +105,6 @@ def test_end_of_an_agent_hides_no_verifier(server: Server, tasks: Path, kind: st
     make_task(tasks, f"late-{kind}", test=f"#!/bin/bash\n{script}\n", agent_s=2, verifier_s=1)
     result = run_mini(server, [bash("sleep 30")], f"late-{kind}")
     assert result.reward is None and result.verdict.cause is cause, result.verdict
-
-
-LOOP = "(setsid bash -c 'while true; do {}; done' >/dev/null 2>&1 &)"
-FORGES = {
-    "before": f"echo 1 > {REWARD}; echo 1 > /logs/verifier/reward.json",
-    "link": f"echo 1 > /tmp/one; ln -sf /tmp/one {REWARD}",
-    "folder": "rm -rf /logs/verifier; mkdir /tmp/v; ln -s /tmp/v /logs/verifier",
-    "during": LOOP.format(f"echo 1 > {REWARD}"),
-    "json": LOOP.format('echo "{\\"reward\\": 1}" > /logs/verifier/reward.json'),
-    "after": LOOP.format(f"grep -q 0 {REWARD} && echo 1 > {REWARD}"),
-    "proc": LOOP.format(f"for p in /proc/[0-9]*; do echo 1 > $p/root{REWARD}; done"),
-    "tests": LOOP.format(f"[ -e /tests/test.sh ] && echo echo 1 \\> {REWARD} > /tests/test.sh"),
-    "tests-proc": LOOP.format(
-        f"for p in /proc/[0-9]*; do echo echo 1 \\> {REWARD} > $p/root/tests/test.sh; done"
-    ),
-}
-
-
-QUICK = {"folder", "after", "proc", "tests-proc"}
-CASES = [pytest.param(k, marks=[] if k in QUICK else pytest.mark.slow) for k in sorted(FORGES)]
-
-
-@pytest.mark.parametrize("kind", CASES)
-def test_reward_that_an_agent_writes_is_not_taken(server: Server, kind: str) -> None:
-    """Whether before, during or after the verifier's own: what this one wrote counts."""
-    result = run_mini(server, [bash(FORGES[kind]), bash(DONE)], "slow-check")
-    assert (result.verdict.kind, result.reward) == (VerdictKind.GRADED, 0.0), result.verdict
-
-
-@pytest.fixture(scope="module", autouse=True)
-def slow_check(tasks: Path) -> None:
-    """A task whose verifier leaves time to forge before and after it writes."""
-    make_task(tasks, "slow-check", test=f"{CHECK.replace('if ', 'sleep 0.5; if ')}sleep 0.5\n")
 
 
 def test_an_agent_that_knows_no_skills_is_not_given_a_task_with_some(
