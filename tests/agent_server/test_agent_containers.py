@@ -233,23 +233,26 @@ def test_no_sandbox_outlives_its_server(
     building = DOCKERFILE + "RUN sleep 300\n"
     make_task(tmp_path / "tasks", "build", dockerfile=building)
     server = Server(tmp_path, tmp_path / "tasks", "--sandbox", "podman")
-    for task in ("long", "build"):
-        begin(server, task)
-    until(lambda: "-long" in str(left(variables)) and running("sleep 500"))
-    until(lambda: running("sleep 300"))
-    server.stop(number)
-    if number is signal.SIGKILL:
-        assert "-long" in str(left(variables)["containers"])
-        listed = sweep(server, "dry-run")
-        assert "-long" in listed and "-build" in listed and "nothing was" in listed
-        assert "-long" in str(left(variables)["containers"])
-        server.start()
-        assert "of an earlier server" in (tmp_path / "server.log").read_text()
-    assert left(variables) == {} and not running("sleep 500") and not running("sleep 300")
-    assert list((server.trials / environments.SCRATCH).iterdir()) == []
-    if number is signal.SIGKILL:
-        assert server.stop() == 0
-    assert "miles-" not in sweep(server, "now")
+    assert server.process is not None
+    try:
+        for task in ("long", "build"):
+            begin(server, task)
+        until(lambda: "-long" in str(left(variables)) and running("sleep 500"))
+        until(lambda: running("sleep 300"))
+        server.stop(number)
+        if number is signal.SIGKILL:
+            assert "-long" in str(left(variables)["containers"])
+            listed = sweep(server, "dry-run")
+            assert " long " in listed and " build " in listed and "nothing was" in listed
+            assert "-long" in str(left(variables)["containers"])
+            server.start()
+            assert "of an earlier server" in (tmp_path / "server.log").read_text()
+        assert left(variables) == {} and not running("sleep 500") and not running("sleep 300")
+        assert list((server.trials / environments.SCRATCH).iterdir()) == []
+    finally:
+        if server.process.poll() is None:
+            server.stop()
+        assert "miles-" not in sweep(server, "now")
 
 
 def begin(server: Server, task: str) -> None:
