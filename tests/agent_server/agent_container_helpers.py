@@ -30,7 +30,7 @@ def own_podman(root: Path) -> dict[str, str]:
     (root / "storage.conf").write_text(
         f'[storage]\ndriver = "overlay"\ngraphroot = "{root}/store"\nrunroot = "{root}/run"\n'
     )
-    (root / "containers.conf").write_text(_settings())
+    (root / "containers.conf").write_text(_settings(root))
     variables = {
         "CONTAINERS_CONF": str(root / "containers.conf"),
         "CONTAINERS_STORAGE_CONF": str(root / "storage.conf"),
@@ -65,7 +65,7 @@ def left(variables: dict[str, str]) -> dict[str, list[str]]:
         "images": ("image", "ls", "--format", "{{.Repository}}:{{.Tag}}"),
     }
     listed = {what: podman(variables, *words).stdout.split() for what, words in names.items()}
-    listed["networks"] = [name for name in listed["networks"] if name.startswith("miles-")]
+    listed["networks"].remove("podman")
     kept = (IMAGE, "localhost/miles-cache:")
     listed["images"] = [name for name in listed["images"] if not name.startswith(kept)]
     return {what: found for what, found in listed.items() if found}
@@ -81,7 +81,7 @@ def remove_all(variables: dict[str, str], root: Path) -> None:
     shutil.rmtree(root, ignore_errors=True)
 
 
-def _settings() -> str:
+def _settings(root: Path) -> str:
     """Settings with which containers start in a container too, where limits cannot be raised."""
     limits = [
         f"{name}={min(4096, most)}:{min(4096, most)}"
@@ -95,6 +95,7 @@ def _settings() -> str:
     return (
         f'[engine]\n{runtime}cgroup_manager = "cgroupfs"\nevents_logger = "file"\n'
         f"[containers]\ndefault_ulimits = {json.dumps(limits)}\n"
+        f'[network]\nnetwork_config_dir = "{root}/networks"\n'
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -229,16 +230,16 @@ def test_no_sandbox_outlives_its_server(
     variables: dict[str, str], tmp_path: Path, number: signal.Signals
 ) -> None:
     """At once when it is stopped; when it is killed, the next one finds them."""
-    make_task(tmp_path / "tasks", "long", dockerfile=DOCKERFILE, solve="sleep 500\n", agent_s=500)
-    building = DOCKERFILE + "RUN sleep 300\n"
-    make_task(tmp_path / "tasks", "build", dockerfile=building)
+    working, building = (f"sleep {random.randint(10**6, 10**8)}" for _ in range(2))
+    make_task(tmp_path / "tasks", "long", dockerfile=DOCKERFILE, solve=working, agent_s=500)
+    make_task(tmp_path / "tasks", "build", dockerfile=f"{DOCKERFILE}RUN {building}\n")
     server = Server(tmp_path, tmp_path / "tasks", "--sandbox", "podman")
     assert server.process is not None
     try:
         for task in ("long", "build"):
             begin(server, task)
-        until(lambda: "-long" in str(left(variables)) and running("sleep 500"))
-        until(lambda: running("sleep 300"))
+        until(lambda: "-long" in str(left(variables)) and running(working))
+        until(lambda: running(building))
         server.stop(number)
         if number is signal.SIGKILL:
             assert "-long" in str(left(variables)["containers"])
@@ -247,7 +248,7 @@ def test_no_sandbox_outlives_its_server(
             assert "-long" in str(left(variables)["containers"])
             server.start()
             assert "of an earlier server" in (tmp_path / "server.log").read_text()
-        assert left(variables) == {} and not running("sleep 500") and not running("sleep 300")
+        assert left(variables) == {} and not running(working) and not running(building)
         assert list((server.trials / environments.SCRATCH).iterdir()) == []
     finally:
         if server.process.poll() is None:
