@@ -43,11 +43,11 @@ def answer(server: socket.socket, told: dict[str, Any], *descriptors: int) -> No
 
 def serve(server: socket.socket, work: Work, ready: int) -> None:
     """Tell that it is `ready`, then fork when the server asks for it, and tell of each end."""
-    answer(server, {"ready": ready})
     children: dict[int, int] = {}
     poll = select.poll()
     poll.register(server, select.POLLIN)
     with contextlib.suppress(ConnectionError):  # the agent server is gone
+        answer(server, {"ready": ready})
         while True:
             for ready, _ in poll.poll():
                 if ready != server.fileno():

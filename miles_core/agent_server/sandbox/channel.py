@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
 import socket
 from typing import Any
 
@@ -35,14 +34,24 @@ class Fork:
         finally:
             os.close(self._pidfd)
 
-    def kill(self) -> None:
-        """SIGKILL the process alone, if it is alive."""
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-
     def let_go(self) -> None:
         """Leave the process alone; call this or `end`."""
         os.close(self._pidfd)
+
+
+async def forked(asked: asyncio.Future[Fork]) -> Fork:
+    """Wait for a process that was asked for, which ends when this is cancelled."""
+    try:
+        return await asked
+    except BaseException:
+        abandon(asked)
+        raise
+
+
+def abandon(asked: asyncio.Future[Fork]) -> None:
+    """End a process that was asked for, now or when it is there."""
+    if not asked.cancel() and not asked.cancelled() and asked.exception() is None:
+        asked.result().end()
 
 
 class Channel:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from miles_core.agent_server.sandbox.channel import Channel, Fork
+from miles_core.agent_server.sandbox.channel import Channel, Fork, forked
 from miles_core.agent_server.sandbox.errors import SandboxError, SandboxGone
 from miles_core.agent_server.sandbox.system import (
     AGENT_CODE,
@@ -67,7 +67,7 @@ class Spawner:
         finally:
             for descriptor in standard:
                 os.close(descriptor)
-        return await asked
+        return await forked(asked)
 
     def close(self) -> None:
         """Let the process end. Safe to call twice."""
@@ -126,7 +126,7 @@ class Forks:
             channel = Channel(f"what starts commands in {name}", ours)
             given = [theirs.fileno(), *sandbox, *joined(cgroups, stack)]
             try:
-                process = await helper.fork({"new": new}, given)
+                process = await forked(helper.fork({"new": new}, given))
             except BaseException:
                 channel.close()
                 raise

@@ -16,7 +16,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from miles_core.agent_server.sandbox.channel import Fork
+from miles_core.agent_server.sandbox.channel import Fork, abandon, forked
 from miles_core.agent_server.sandbox.errors import SandboxError
 from miles_core.agent_server.sandbox.forks import Forks, Spawner, joined
 from miles_core.agent_server.sandbox.layers import Root
@@ -67,10 +67,10 @@ class Holder:
             try:
                 spawner = await helper.spawner(name, [told, ids, host], cgroups, new=True)
             except BaseException:
-                _abandon(holding)
+                abandon(holding)
                 raise
         try:
-            self._process = await holding
+            self._process = await forked(holding)
             self.pid = await spawner.entered()
             self._first = os.pidfd_open(self.pid)
         except ProcessLookupError as error:
@@ -97,36 +97,26 @@ class Holder:
             raise
 
     def kill(self) -> None:
-        """End every process of the sandbox, at once.
+        """End every process of the sandbox, at once, if it has a first one.
 
-        They end with its first process, for which the holder waits and then ends too. Without a
-        first process it is the holder that is ended.
+        They end with that one, for which the holder waits and then ends too.
         """
         if self._first is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._first, signal.SIGKILL)
-        elif self._process is not None:
-            self._process.kill()
 
     async def close(self) -> None:
-        """End the sandbox. Safe to call twice."""
+        """End the sandbox, also one that is not up yet. Safe to call twice."""
         if self._process is None:
             return
-        process = self._process
-        if not process.ended.done():
+        process, self._process = self._process, None
+        if self._first is not None:
             self.kill()
             await asyncio.wait([process.ended], timeout=END_S)
-        self._process = None
-        process.end()
-        if self._first is not None:
             os.close(self._first)
             self._first = None
-
-
-def _abandon(forking: asyncio.Future[Fork]) -> None:
-    """End a process that has been asked for, now or when it is there."""
-    if not forking.cancel() and forking.exception() is None:
-        forking.result().end()
+        process.end()
+        await asyncio.wait([process.ended], timeout=END_S)
 
 
 def _order(root: Root, disk_mb: int, binds: list[tuple[str, str]]) -> dict[str, Any]:

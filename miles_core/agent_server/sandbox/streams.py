@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import io
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
@@ -72,34 +74,48 @@ async def pipes(with_input: bool) -> AsyncIterator[tuple[Streams, list[int]]]:
 
     Without input, the program reads an end of file at once.
     """
-    loop = asyncio.get_running_loop()
-    stdin, stdin_ours = os.pipe()
-    stdout_ours, stdout = os.pipe()
-    stderr_ours, stderr = os.pipe()
+    (stdin, stdin_ours), (stdout_ours, stdout), (stderr_ours, stderr) = (
+        os.pipe(),
+        os.pipe(),
+        os.pipe(),
+    )
+    theirs = [stdin, stdout, stderr]
+    ours = [os.fdopen(stdin_ours, "wb", 0), os.fdopen(stdout_ours, "rb", 0)]
+    ours.append(os.fdopen(stderr_ours, "rb", 0))
     transports: list[asyncio.BaseTransport] = []
+    try:
+        try:
+            streams = await _connect(ours, transports)
+        except BaseException:
+            for descriptor in theirs:
+                os.close(descriptor)
+            raise
+        if not with_input:
+            streams.stdin.close()
+        yield streams, theirs
+    finally:
+        for transport in transports:
+            transport.close()
+        for file in ours[len(transports) :]:
+            file.close()
 
-    async def reader(descriptor: int) -> asyncio.StreamReader:
+
+async def _connect(ours: list[io.FileIO], transports: list[asyncio.BaseTransport]) -> Streams:
+    """Streams of three pipes; `transports` gets that of each that has one."""
+    loop = asyncio.get_running_loop()
+    stdin, protocol = await loop.connect_write_pipe(
+        lambda: asyncio.StreamReaderProtocol(asyncio.StreamReader()), ours[0]
+    )
+    transports.append(stdin)
+    readers = []
+    for file in ours[1:]:
         stream = asyncio.StreamReader()
         transport, _ = await loop.connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(descriptor, "rb", 0)
+            functools.partial(asyncio.StreamReaderProtocol, stream), file
         )
         transports.append(transport)
-        return stream
-
-    transport, protocol = await loop.connect_write_pipe(
-        lambda: asyncio.StreamReaderProtocol(asyncio.StreamReader()),
-        os.fdopen(stdin_ours, "wb", 0),
-    )
-    transports.append(transport)
-    writer = asyncio.StreamWriter(transport, protocol, None, loop)
-    if not with_input:
-        writer.close()
-    streams = Streams(writer, await reader(stdout_ours), await reader(stderr_ours))
-    try:
-        yield streams, [stdin, stdout, stderr]
-    finally:
-        for each in transports:
-            each.close()
+        readers.append(stream)
+    return Streams(asyncio.StreamWriter(stdin, protocol, None, loop), *readers)
 
 
 async def _read(
