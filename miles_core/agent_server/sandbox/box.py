@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -54,6 +55,8 @@ class Box:
         self._helpers = helpers
         self._tree = tree
         self._cgroups: list[Path] = []
+        self._earlier: list[list[Path]] = []
+        """The cgroups of what earlier commands left running, when later ones have others."""
         self._holder = Holder()
         self._network = Network()
         self._running: set[int] = set()
@@ -101,12 +104,15 @@ class Box:
         pid = self.pid
         if pid is None:
             return frozenset()
-        among = cgroups.members(self._cgroups[0]) if self._cgroups else None
-        return processes.members(pid, among)
+        if not self._cgroups:
+            return processes.members(pid)
+        among = [cgroups.members(places[0]) for places in (*self._earlier, self._cgroups)]
+        return processes.members(pid, itertools.chain.from_iterable(among))
 
     def _measure(self) -> None:
         """Note the space that was used, while the sandbox is there."""
-        self.memory_peak = cgroups.memory_peak(self._cgroups)
+        peaks = [cgroups.memory_peak(places) for places in (*self._earlier, self._cgroups)]
+        self.memory_peak = max((peak for peak in peaks if peak is not None), default=None)
         with contextlib.suppress(OSError):  # it ended by itself
             # An overlay's numbers are those of its upper layer, a tmpfs of this sandbox alone.
             disk = os.statvfs(f"/proc/{self._holder.pid}/root")
@@ -174,13 +180,25 @@ class Box:
         that it would need every capability of the later ones (ptrace(2), access mode checking).
         While there are such processes, the later ones have a root directory of their own.
         Each of `restored` is made a folder for everybody first, in the sight of all. All of the
-        memory limit is free for them, whatever has been used up.
+        limits is free for them, whatever has been used up.
         """
         self.rejoin()
-        if self.settings.limits.memory_mb:
-            cgroups.make_room(self._cgroups, self.settings.limits.memory_mb)
+        self._have_room()
         spawner, size_mb = await self._present(), self.settings.disk_mb
         self._mounts = await make_mounts(spawner, places, size_mb, list(restored))
+
+    def _have_room(self) -> None:
+        """Give later commands cgroups of their own if an earlier one has left something running."""
+        limits = self.settings.limits
+        if self._cgroups and self.members():
+            number = len(self._earlier) + 2
+            self._earlier.append(self._cgroups)
+            self._cgroups = self._tree.make(f"{self.name}.{number}", limits)
+            if self._spawner is not None:
+                self._spawner.close()
+                self._spawner = None
+        elif limits.memory_mb:
+            cgroups.make_room(self._cgroups, limits.memory_mb)
 
     def rejoin(self) -> None:
         """Show further commands what all processes see, and drop the folders of `seclude`."""
@@ -254,7 +272,8 @@ class Box:
         if self._spawner is not None:
             self._spawner.close()
         await self._holder.close()
-        await asyncio.to_thread(lambda: [cgroups.remove(place) for place in self._cgroups])
+        places = itertools.chain(self._cgroups, *self._earlier)
+        await asyncio.to_thread(lambda: [cgroups.remove(place) for place in places])
 
     def _taken_on(self, user: Account, env: dict[str, str], cwd: str) -> dict[str, Any]:
         return taken_on(user, env, cwd, above=self._mounts is not None)
