@@ -24,7 +24,9 @@ from harbor.models.task.config import NetworkMode, NetworkPolicy
 
 from miles_core.agent_server.clients import end_client
 from miles_core.agent_server.reaper.owner import Owner
+from miles_core.agent_server.sandbox.environment import TESTS
 from miles_core.agent_server.sandbox.errors import SandboxError, SandboxGone
+from miles_core.agent_server.sandbox.host import VERIFIER_LOGS
 
 COMPOSE = "docker-compose.yaml"
 SERVICE = "com.docker.compose.service"
@@ -32,6 +34,16 @@ CACHE = "localhost/miles-cache"
 CACHE_DIGITS = 32
 ENGINE_FAILED = (125, 137, 255)
 """Exit statuses of an engine that could not run a command, or whose container ended meanwhile."""
+CLEAR = """set -e
+shopt -s nullglob dotglob
+for place in /logs "$@"; do
+  [ -d "$place" ] && [ ! -L "$place" ] || { rm -f -- "$place"; mkdir -- "$place"; }
+done
+for place in "$@"; do
+  rm -rf -- "$place"/*
+  chmod 777 -- "$place"
+done"""
+"""Empties folders and keeps them, for one may be mounted."""
 OUTPUT_LIMIT = 8 << 20
 GRACE_S = "1"
 """Between SIGTERM and SIGKILL of a container: the first process is a sleep that heeds none."""
@@ -110,6 +122,17 @@ class ContainerEnvironment(DockerEnvironment):
     async def stop(self, delete: bool) -> None:
         self.running = False
         await super().stop(delete)
+
+    async def clear_for_verifier(self) -> None:
+        """Empty the folders that the verifier is to have to itself; raises SandboxError.
+
+        /tests is one of them unless the Dockerfile speaks of it, for an image may bring a part.
+        """
+        dockerfile = self.environment_dir / "Dockerfile"
+        theirs = dockerfile.is_file() and TESTS in dockerfile.read_text(errors="replace")
+        places = [VERIFIER_LOGS] if theirs else [VERIFIER_LOGS, TESTS]
+        command = ["bash", "-c", CLEAR, "bash", *places]
+        await self.engine("exec", "--user", "0", await self.main_container(), *command)
 
     async def main_container(self) -> str:
         """The id of the container that agent and verifier work in; raises SandboxError."""

@@ -30,7 +30,7 @@ def own_podman(root: Path) -> dict[str, str]:
     (root / "storage.conf").write_text(
         f'[storage]\ndriver = "overlay"\ngraphroot = "{root}/store"\nrunroot = "{root}/run"\n'
     )
-    (root / "containers.conf").write_text(_settings(root))
+    (root / "containers.conf").write_text(_settings())
     variables = {
         "CONTAINERS_CONF": str(root / "containers.conf"),
         "CONTAINERS_STORAGE_CONF": str(root / "storage.conf"),
@@ -56,8 +56,11 @@ def podman(variables: dict[str, str], *arguments: str) -> subprocess.CompletedPr
     )
 
 
-def left(variables: dict[str, str]) -> dict[str, list[str]]:
-    """Everything that is in the storage but the image of the tests and what is kept of builds."""
+def left(variables: dict[str, str], *owners: str) -> dict[str, list[str]]:
+    """Everything in the storage but the image of the tests and what is kept of builds.
+
+    Networks are in no storage: those whose name has the id of one of `owners`.
+    """
     names = {
         "containers": ("ps", "--all", "--format", "{{.Names}}"),
         "networks": ("network", "ls", "--format", "{{.Name}}"),
@@ -65,23 +68,28 @@ def left(variables: dict[str, str]) -> dict[str, list[str]]:
         "images": ("image", "ls", "--format", "{{.Repository}}:{{.Tag}}"),
     }
     listed = {what: podman(variables, *words).stdout.split() for what, words in names.items()}
-    listed["networks"].remove("podman")
+    listed["networks"] = [
+        name for name in listed["networks"] if any(owner in name for owner in owners)
+    ]
     kept = (IMAGE, "localhost/miles-cache:")
     listed["images"] = [name for name in listed["images"] if not name.startswith(kept)]
     return {what: found for what, found in listed.items() if found}
 
 
+def owner_of(trials: Path) -> str:
+    """The id that is in the names of all sandboxes of a trials directory."""
+    return str(json.loads((trials / ".sandboxes.json").read_text())["id"])
+
+
 def remove_all(variables: dict[str, str], root: Path) -> None:
     """End what a failed test left, so that the storage can be removed."""
     podman(variables, "rm", "--all", "--force", "--time", "0")
-    for network in left(variables).get("networks", []):
-        podman(variables, "network", "rm", network)
     podman(variables, "image", "rm", "--all", "--force")
     subprocess.run(["umount", str(root / "store/overlay")], capture_output=True)
     shutil.rmtree(root, ignore_errors=True)
 
 
-def _settings(root: Path) -> str:
+def _settings() -> str:
     """Settings with which containers start in a container too, where limits cannot be raised."""
     limits = [
         f"{name}={min(4096, most)}:{min(4096, most)}"
@@ -95,7 +103,6 @@ def _settings(root: Path) -> str:
     return (
         f'[engine]\n{runtime}cgroup_manager = "cgroupfs"\nevents_logger = "file"\n'
         f"[containers]\ndefault_ulimits = {json.dumps(limits)}\n"
-        f'[network]\nnetwork_config_dir = "{root}/networks"\n'
     )
 
 

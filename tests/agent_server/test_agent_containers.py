@@ -21,6 +21,7 @@ from agent_container_helpers import (  # noqa: E402
     DOCKERFILE,
     left,
     own_podman,
+    owner_of,
     podman,
     remove_all,
 )
@@ -107,7 +108,7 @@ def test_verdicts(
     make_task(server.tasks, name, dockerfile=DOCKERFILE, toml=toml)
     result = server.run(name, agent)
     assert (result.verdict.kind, result.reward) == (VerdictKind.GRADED, reward), result.verdict
-    assert left(variables) == {}
+    assert left(variables, owner_of(server.trials)) == {}
 
 
 def test_a_task_without_a_network_has_none(server: Server) -> None:
@@ -136,7 +137,7 @@ def test_services_and_their_volume(server: Server, variables: dict[str, str]) ->
     (task / "environment/docker-compose.yaml").write_text(COMPOSE)
     result = server.run("services")
     assert result.reward == 1.0, result.verdict
-    assert left(variables) == {}
+    assert left(variables, owner_of(server.trials)) == {}
 
 
 def test_mini_swe_agent_works_from_outside(server: Server) -> None:
@@ -189,6 +190,13 @@ def test_nothing_of_an_agent_out_of_time_is_beside_the_verifier(server: Server, 
     assert "reward.txt" not in listed and "name=left" not in listed, listed
     assert "sleep 600" not in listed and "tmux" not in listed, listed
     assert "name=started" in listed and result.reward == 0.0, listed
+
+
+@pytest.mark.parametrize("way", ["files", "links", "folders"])
+def test_what_an_agent_put_where_the_verifier_works_is_gone(server: Server, way: str) -> None:
+    result = server.run("answer", "probe", forge=way)
+    assert result.reward == 0.0, result.verdict
+    assert (result.agent_metrics.probe or {})["forged"] > 0
 
 
 def test_what_went_wrong_with_a_container_is_no_grade(
@@ -248,7 +256,8 @@ def test_no_sandbox_outlives_its_server(
             assert "-long" in str(left(variables)["containers"])
             server.start()
             assert "of an earlier server" in (tmp_path / "server.log").read_text()
-        assert left(variables) == {} and not running(working) and not running(building)
+        assert left(variables, owner_of(server.trials)) == {}
+        assert not running(working) and not running(building)
         assert list((server.trials / environments.SCRATCH).iterdir()) == []
     finally:
         if server.process.poll() is None:

@@ -239,7 +239,7 @@ def test_an_engine_ends_what_is_ours_and_touches_nothing_else(
     make_left(storage, ours)
     make_left(storage, others)
     podman(storage, "run", "-d", "--name", "somebody", IMAGE, "sleep", "600")
-    before = left(storage)
+    before = left(storage, OWNER.id, OTHER.id)
     client = tmp_path / "podman"
     client.write_text("#!/bin/sh\nread line\n")
     client.chmod(0o755)
@@ -258,7 +258,7 @@ def test_an_engine_ends_what_is_ours_and_touches_nothing_else(
         assert found.age_s is not None and 0 <= found.age_s < 120
         asyncio.run(engine.remove(found))
         assert asyncio.run(engine.find()) == [] and working.wait(5) != 0
-        after = left(storage)
+        after = left(storage, OWNER.id, OTHER.id)
         assert "somebody" in after["containers"] and others in str(after["images"])
         assert ours not in str(after)
         gone = {part: len(before[part]) - len(after[part]) for part in before}

@@ -52,10 +52,13 @@ async def running(environment: BaseEnvironment) -> frozenset[processes.Member]:
 async def _end(
     environment: BaseEnvironment, ended: bool, before: frozenset[processes.Member]
 ) -> None:
-    """End what an agent left, if it was ended or left a crowd."""
+    """End what an agent left, if it was ended or left a crowd; what it put where the verifier
+    works goes in any case. A bubblewrap sandbox has `SandboxHost.enter` for that."""
     if isinstance(environment, ContainerEnvironment):
         if ended and environment.running:
             await container_processes.end_members(environment, before)
+        if environment.running:
+            await environment.clear_for_verifier()
         return
     pid = _first(environment)
     if pid is not None and (ended or len(await running(environment)) > CROWD):
