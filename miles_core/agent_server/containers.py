@@ -32,7 +32,9 @@ COMPOSE = "docker-compose.yaml"
 SERVICE = "com.docker.compose.service"
 CACHE = "localhost/miles-cache"
 CACHE_DIGITS = 32
-ENGINE_FAILED = (125, 137, 255)
+NO_USER = "no matching entries in passwd file"
+"""What both engines say of a user that the image does not have."""
+ENGINE_FAILED = (125, 126, 137, 255)
 """Exit statuses of an engine that could not run a command, or whose container ended meanwhile."""
 CLEAR = """set -e
 shopt -s nullglob dotglob
@@ -199,20 +201,22 @@ class ContainerEnvironment(DockerEnvironment):
         done = await self._collect_buffered_output(
             process, timeout_sec=timeout_sec, stdin_data=stdin_data
         )
-        if done.return_code != 0 and not await self._may_be_up(done):
-            raise SandboxGone("the container has ended")
+        if done.return_code != 0:
+            await self._check_engine(done, options)
         if check and done.return_code != 0:
             raise RuntimeError(f"{words[0]} in the container failed: {_end_of(done)}")
         return done
 
-    async def _may_be_up(self, done: ExecResult) -> bool:
-        """Whether a command that failed did so in a container that is there."""
+    async def _check_engine(self, done: ExecResult, options: list[str]) -> None:
+        """Raise SandboxError when a command has failed because the engine could not run it."""
         told = "Error" in (done.stdout or "")[:200]  # by the engine, or by the command itself
         if not told and done.return_code not in ENGINE_FAILED:
-            return True
-        state = "{{.State.Running}}"
-        said = await self.engine("inspect", "--format", state, await self.main_container())
-        return said.strip() == "true"
+            return
+        main = await self.main_container()
+        if (await self.engine("inspect", "--format", "{{.State.Running}}", main)).strip() != "true":
+            raise SandboxGone("the container has ended")
+        if NO_USER in (done.stdout or ""):
+            await self.engine("exec", *options, main, "true")
 
     async def _down(self, options: list[str]) -> ExecResult:
         """End the containers, with the images that were built for them when they are to go.

@@ -205,6 +205,10 @@ def test_what_went_wrong_with_a_container_is_no_grade(
     make_task(server.tasks, "broken", dockerfile=DOCKERFILE + "RUN echo no; exit 3\n")
     broken = server.run("broken", "nop").verdict
     assert broken.cause is Cause.SANDBOX_FAILED and 'STEP "RUN echo no; exit 3"' in broken.detail
+    someone = TOML.replace("[agent]", '[agent]\nuser = "someone"')
+    make_task(server.tasks, "someone", dockerfile=DOCKERFILE, toml=someone)
+    missing = server.run("someone").verdict
+    assert missing.cause is Cause.SANDBOX_FAILED and "someone" in missing.detail, missing
     model = ScriptedModel([bash("echo begun; sleep 300"), bash(DONE)])
     end = threading.Thread(target=end_container, args=(model, variables))
     end.start()
