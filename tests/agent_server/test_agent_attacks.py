@@ -228,9 +228,7 @@ def test_no_secret_of_the_server_or_the_session_can_be_read(server: Server, task
 # The reward.
 
 
-@pytest.mark.parametrize(
-    "kind", slow_but("folder", "after", "proc", "tests-proc", "detach", "swap", of=FORGES)
-)
+@pytest.mark.parametrize("kind", slow_but("folder", "after", "tests-proc", "detach", of=FORGES))
 def test_a_forged_reward_is_not_taken(server: Server, kind: str) -> None:
     """Whether before, during or after the verifier's own: what this one wrote counts."""
     result, _ = attack(server, "by-root", FORGES[kind])

@@ -111,7 +111,7 @@ FILLS = {
 }
 
 
-@pytest.mark.parametrize("kind", slow_but("app", "devices", "sparse", "log names", of=FILLS))
+@pytest.mark.parametrize("kind", slow_but("app", "devices", of=FILLS))
 def test_a_full_disk_does_not_keep_the_verifier_from_its_work(server: Server, kind: str) -> None:
     result, _ = attack(server, "by-root", f"{HONEST}; cd /logs/agent; {FILLS[kind]}")
     assert_graded(result, 1.0)
@@ -247,6 +247,7 @@ print(sum(map(is_open, held)))
 """
 
 
+@pytest.mark.slow
 def test_a_crowd_of_connections_does_not_reach_the_session(server: Server) -> None:
     result, (count, _) = attack(server, "by-root", python(CROWD), HONEST)
     assert_graded(result, 1.0)
