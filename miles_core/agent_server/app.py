@@ -30,6 +30,7 @@ from miles_core.agent_server.protocol import (
 )
 from miles_core.agent_server.queueing import QueueFull
 from miles_core.agent_server.retention import Retention
+from miles_core.agent_server.same_trial import TrialConflict
 from miles_core.agent_server.settings import ServerSettings
 from miles_core.agent_server.tasks import TaskSet, TasksGone
 from miles_core.agent_server.trials import TrialManager, UnknownTrial
@@ -165,6 +166,14 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(UnknownTrial)
     async def on_unknown(request: Request, error: UnknownTrial) -> JSONResponse:
         return error_answer(404, "unknown_trial", f"no trial {error} here")
+
+    @app.exception_handler(RecursionError)
+    async def on_deep(request: Request, error: RecursionError) -> JSONResponse:
+        return error_answer(422, "invalid_request", "body: it is nested too deep")
+
+    @app.exception_handler(TrialConflict)
+    async def on_conflict(request: Request, error: TrialConflict) -> JSONResponse:
+        return error_answer(409, "trial_conflict", str(error))
 
     @app.exception_handler(TasksGone)
     async def on_gone(request: Request, error: TasksGone) -> JSONResponse:

@@ -27,6 +27,7 @@ from miles_core.agent_server.protocol import (
 )
 from miles_core.agent_server.queueing import QueueEstimate
 from miles_core.agent_server.runner import Runner
+from miles_core.agent_server.same_trial import TrialConflict, differing, digests
 from miles_core.agent_server.tasks import one_line
 from miles_core.verdicts import Cause, Verdict
 
@@ -50,6 +51,7 @@ class Record:
 
     trial_id: str
     request: TrialRequest
+    digests: dict[str, str]
     created: float
     renewed: float
     phase: Phase = Phase.QUEUED
@@ -115,13 +117,16 @@ class TrialManager:
     # ---- what the routes call ------------------------------------------------------
 
     def start(self, trial_id: str, request: TrialRequest) -> TrialStatus:
-        """Start a trial, or join the one of this id. Raises QueueFull."""
-        known = self._find(trial_id)
-        if known is not None:
-            return known
+        """Start a trial, or join the one of this id. Raises QueueFull and TrialConflict."""
+        asked = digests(trial_id, request)
+        if self._knows(trial_id):
+            fields = differing(self._digests(trial_id), asked)
+            if fields:
+                raise TrialConflict(trial_id, fields)
+            return self.status(trial_id)
         self._queue.check(len(self._live), request.deadline_s)
         now = time.monotonic()
-        record = Record(trial_id, request, now, now)
+        record = Record(trial_id, request, asked, now, now)
         started = {
             "trial_id": trial_id,
             "instance_id": request.instance_id,
@@ -129,6 +134,7 @@ class TrialManager:
             "session_server_instance_id": request.session_server_instance_id,
             "created_at": time.time(),
             "request": request.model_dump(include=SHOWN, exclude_none=True),
+            "digests": asked,
         }
         write_file(self._dir / trial_id / "started.json", orjson.dumps(started))
         self._live[trial_id] = record
@@ -266,6 +272,22 @@ class TrialManager:
                 lease = record.request.lease_s
                 if not record.waiting and now - record.renewed > lease:
                     self._end(record, Cause.LEASE_EXPIRED, f"not asked for in {lease:.0f} s")
+
+    def _knows(self, trial_id: str) -> bool:
+        if trial_id in self._live or trial_id in self._unkept:
+            return True
+        return (self._dir / trial_id / "result.json").exists()
+
+    def _digests(self, trial_id: str) -> dict[str, str]:
+        """Of the request that started a trial; of one that cannot be read there are none."""
+        record = self._live.get(trial_id)
+        if record is not None:
+            return record.digests
+        try:
+            started = orjson.loads((self._dir / trial_id / "started.json").read_bytes())
+            return dict(started["digests"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}
 
     def _find(self, trial_id: str) -> TrialStatus | None:
         record = self._live.get(trial_id)
