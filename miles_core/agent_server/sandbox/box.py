@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,12 +22,12 @@ from miles_core.agent_server.sandbox.layers import Root
 from miles_core.agent_server.sandbox.network import Network
 from miles_core.agent_server.sandbox.privileges import taken_on
 from miles_core.agent_server.sandbox.secluded import make_mounts
-from miles_core.agent_server.sandbox.streams import OUTPUT_LIMIT, Completed, pipes
+from miles_core.agent_server.sandbox.streams import DRAIN_S, OUTPUT_LIMIT, Completed, pipes
 
 NOT_STARTED = 126
 """The exit status, as a shell has it, of a command for which there was no process."""
 
-PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+UP_POLL_S = 0.01
 
 
 @dataclass
@@ -63,6 +64,8 @@ class Box:
         self._spawner: Spawner | None = None
         self._mounts: int | None = None
         """The mount namespace of further commands, when it is not that of the first process."""
+        self._kept = contextlib.AsyncExitStack()
+        """Our ends of the programs that stay, which are there as long as the sandbox."""
         self._closed = False
         self.disk_used: int | None = None
         """Bytes in the writable layers, once it is closed."""
@@ -252,6 +255,43 @@ class Box:
             raise SandboxGone("the sandbox ended while a command ran in it")
         return done
 
+    async def start_program(
+        self,
+        argv: list[str],
+        *,
+        env: dict[str, str],
+        cwd: str,
+        user: Account,
+        is_up: Callable[[], bool],
+        limit_s: float,
+    ) -> Completed | None:
+        """Start a program that stays in the sandbox, and wait until `is_up`, for `limit_s` at most.
+
+        None then, and when it has ended well before; else `err` is what it said at last. Later on
+        its output, and that of what it started, is read and dropped until the sandbox ends.
+        """
+        order = {"argv": argv, "stays": True, "process": self._taken_on(user, env, cwd)}
+        spawner = await self._present()
+        async with contextlib.AsyncExitStack() as stack:
+            streams, standard = await stack.enter_async_context(pipes(True))
+            fork = await spawner.fork(order, standard, self._mounts)
+            said = bytearray()
+            reading = asyncio.create_task(streams.keep_end(said))
+            stack.callback(reading.cancel)
+            try:
+                end = time.monotonic() + limit_s
+                while not (fork.ended.done() or is_up()) and time.monotonic() < end:
+                    await asyncio.wait([fork.ended], timeout=UP_POLL_S)
+                streams.stdin.close()
+                code = await fork.ended
+            finally:
+                fork.end()
+            if code != 0:
+                await asyncio.wait([reading], timeout=DRAIN_S)
+                return Completed(code, err=bytes(said))
+            self._kept.push_async_exit(stack.pop_all())
+        return None
+
     def open_written(self) -> tuple[int, int]:
         """Descriptors of what was written to the root and to /usr; they outlive the sandbox."""
         return self._holder.open_written()
@@ -272,6 +312,7 @@ class Box:
         if self._spawner is not None:
             self._spawner.close()
         await self._holder.close()
+        await self._kept.aclose()
         places = itertools.chain(self._cgroups, *self._earlier)
         await asyncio.to_thread(lambda: [cgroups.remove(place) for place in places])
 

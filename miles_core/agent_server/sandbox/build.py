@@ -39,6 +39,7 @@ class ImageState:
     user: str | None = None
     env: dict[str, str] = field(default_factory=lambda: {"PATH": PATH})
     shell: list[str] = field(default_factory=lambda: ["/bin/sh", "-c"])
+    entrypoint: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -136,6 +137,11 @@ class _Following:
             if not shell:
                 raise instruction.invalid("needs the JSON form")
             state.shell = shell
+        elif name == "ENTRYPOINT":
+            words = instruction.json_form()
+            if words is None:
+                words = [*state.shell, instruction.text] if instruction.text else []
+            state.entrypoint = words
         elif name == "WORKDIR":
             state.workdir = self._inside(instruction.whole(self._variables())).rstrip("/") or "/"
             await copying.make_directory(self._box, state.workdir)
@@ -323,10 +329,11 @@ class _Following:
 
 
 def state_of(config: dict[str, Any]) -> ImageState:
-    """What the configuration of an OCI image says (`Env`, `WorkingDir`, `User`)."""
+    """What the configuration of an OCI image says (`Env`, `WorkingDir`, `User`, `Entrypoint`)."""
     env = dict(pair.partition("=")[::2] for pair in config.get("Env") or [])
     return ImageState(
         workdir=config.get("WorkingDir") or "/",
         user=config.get("User") or None,
         env={"PATH": PATH, **env},
+        entrypoint=list(config.get("Entrypoint") or []),
     )

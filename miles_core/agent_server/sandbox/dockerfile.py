@@ -15,12 +15,13 @@ from miles_core.agent_server.sandbox import words
 from miles_core.agent_server.sandbox.errors import DockerfileInvalid, SandboxUnsupported
 
 IGNORED = frozenset(
-    {"CMD", "ENTRYPOINT", "EXPOSE", "LABEL", "MAINTAINER", "STOPSIGNAL", "HEALTHCHECK", "VOLUME"}
-    | {"ONBUILD"}
+    {"CMD", "EXPOSE", "LABEL", "MAINTAINER", "STOPSIGNAL", "HEALTHCHECK", "VOLUME", "ONBUILD"}
 )
 """They change nothing in a sandbox whose commands are all started from outside."""
 
-FOLLOWED = frozenset({"FROM", "WORKDIR", "ENV", "RUN", "COPY", "ADD", "USER", "ARG", "SHELL"})
+FOLLOWED = frozenset(
+    {"FROM", "WORKDIR", "ENV", "RUN", "COPY", "ADD", "USER", "ARG", "SHELL", "ENTRYPOINT"}
+)
 
 WORKING = frozenset({"RUN", "COPY", "ADD"})
 """They make files; the others only say how commands are run."""

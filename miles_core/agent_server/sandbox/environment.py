@@ -13,7 +13,7 @@ from harbor.environments.capabilities import (
 )
 from harbor.models.task.config import TaskOS
 
-from miles_core.agent_server.sandbox import accounts, exchange
+from miles_core.agent_server.sandbox import accounts, entrypoint, exchange
 from miles_core.agent_server.sandbox.box import Box, Completed
 from miles_core.agent_server.sandbox.build import ImageState, Workplace
 from miles_core.agent_server.sandbox.errors import SandboxError, SandboxUnsupported
@@ -95,11 +95,19 @@ class BubblewrapEnvironment(BaseEnvironment):
             self.image = await self._host.images.follow(recipe, place, self._host.build_box)
         else:
             self.image = image.state
-        workdir = self.task_env_config.workdir or self.image.workdir
+        started_in = self.image.workdir
+        workdir = self.task_env_config.workdir or started_in
         if image.state is not None or recipe.works() or workdir != self.image.workdir:
             await exchange.make_folder(self._box, workdir)
         self.image.workdir = workdir
+        if entrypoint.is_run(self.image.entrypoint):
+            await self._start_entrypoint(started_in)
         await self._upload_environment_dir_after_start()
+
+    async def _start_entrypoint(self, workdir: str) -> None:
+        account = await self._account(self.image.user)
+        env = {"HOME": account.home, **self.image.env}
+        await entrypoint.start(self.box, self.image.entrypoint, env, workdir, account)
 
     @property
     def lookups(self) -> list[str]:

@@ -31,7 +31,8 @@ from miles_core.agent_server.sandbox.system import make_base
 from miles_core.agent_server.tasks import NETWORK_COMMANDS
 from miles_core.errors import UserError
 
-FORMAT = "1"
+FORMAT = "2"
+"""Of what is kept: a directory of another one is never found."""
 BUILD_LIMIT_S = 1800.0
 """The most seconds of one build; it goes on when the trial that began it has ended."""
 

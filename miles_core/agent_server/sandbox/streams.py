@@ -16,6 +16,10 @@ DRAIN_S = 1.0
 """How long the output of a command that has ended is read on: a daemon may hold the pipe."""
 
 
+END_LIMIT = 4096
+"""Bytes that are kept of the end of an output."""
+
+
 @dataclass
 class Completed:
     """A command that has ended; 124 is the code of one that ran out of time."""
@@ -58,6 +62,16 @@ class Streams:
             for reader in readers:
                 reader.cancel()
             await asyncio.gather(*readers, return_exceptions=True)
+
+    async def keep_end(self, said: bytearray) -> None:
+        """Read both outputs until they are closed, and have the end of what came in `said`."""
+
+        async def read(stream: asyncio.StreamReader) -> None:
+            while chunk := await stream.read(65536):
+                said.extend(chunk)
+                del said[:-END_LIMIT]
+
+        await asyncio.gather(read(self.stdout), read(self.stderr))
 
     async def _feed(self, data: bytes | None) -> None:
         if data is None:
