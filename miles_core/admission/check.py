@@ -148,9 +148,9 @@ class Checker:
             task_dir = self._tasks_dir / name if self._tasks_dir else None
             if not valid_id(name):  # asked to look into no cache
                 return unnamed(name)
-            digest = task_digest(task_dir) if task_dir else None
+            digest = _digest(task_dir) if task_dir else None
             report = judge(name, await self._gather(name, task_dir))
-            if task_dir is not None and task_digest(task_dir) != digest:
+            if task_dir is not None and digest is not None and _digest(task_dir) != digest:
                 report.notes.append("the task was changed while it was checked; it is not cached")
                 digest = None
             if self._cut_short(report):
@@ -220,7 +220,16 @@ def cached_reports(
         if not valid_id(name):
             found[name] = unnamed(name)
             continue
-        report = cache.get(name, task_digest(tasks_dir / name))
+        digest = _digest(tasks_dir / name)
+        report = cache.get(name, digest) if digest is not None else None
         if report is not None:
             found[name] = report
     return found
+
+
+def _digest(task_dir: Path) -> str | None:
+    """The digest of a task; None for one that cannot be read, of which the server tells more."""
+    try:
+        return task_digest(task_dir)
+    except OSError:
+        return None

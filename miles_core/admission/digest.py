@@ -8,8 +8,11 @@ import stat
 import tomllib
 from pathlib import Path
 
+from miles_core.regular_files import why_unreadable
+
 _PARTS = ("task.toml", "instruction.md", "tests", "environment", "solution")
 _CHUNK = 1 << 20
+_TOML_LIMIT = 16 << 20
 
 
 def is_task(directory: Path) -> bool:
@@ -55,6 +58,8 @@ def has_solution(task_dir: Path) -> bool:
 
 def needs_no_network(task_dir: Path) -> bool:
     """Whether a task declares that it needs no network; false when it cannot be read."""
+    if why_unreadable(task_dir / "task.toml", _TOML_LIMIT):
+        return False
     try:
         config = tomllib.loads((task_dir / "task.toml").read_text())
         return bool(config["environment"]["network_mode"] == "no-network")
@@ -65,7 +70,8 @@ def needs_no_network(task_dir: Path) -> bool:
 def task_digest(task_dir: Path) -> str:
     """SHA-256 (hex) of a task directory: names, kinds, permission bits, bytes and link targets.
 
-    A link counts by its text and, when it leads to a file, by that file's bytes too.
+    A link counts by its text and, when it leads to a file, by that file's bytes too. What has no
+    bytes of its own, such as a pipe or a file of the kernel's, is not read.
     """
     digest = hashlib.sha256(b"task\0")
     for root, folders, files in os.walk(task_dir):
@@ -82,7 +88,7 @@ def _add(digest: hashlib._Hash, path: Path, name: str) -> None:
     digest.update(os.fsencode(name) + f"\0{kind:o} {mode:o}\0".encode())
     if stat.S_ISLNK(info.st_mode):
         digest.update(os.fsencode(os.readlink(path)) + b"\0")
-    if path.is_file():
+    if why_unreadable(path) is None:
         content = hashlib.sha256()
         with path.open("rb") as file:
             while chunk := file.read(_CHUNK):

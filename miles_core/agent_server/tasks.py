@@ -8,12 +8,15 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
+from harbor.environments.definition import has_agent_environment_definition
 from harbor.models.task.config import NetworkMode
 from harbor.models.task.task import Task
 from harbor.utils.env import get_required_host_vars
 from pydantic import ValidationError
 
 from miles_core.agent_server.protocol import id_problem, valid_id
+from miles_core.agent_server.task_files import BadFiles, check_files
+from miles_core.regular_files import why_unreadable
 from miles_core.verdicts import Cause
 
 NETWORK_COMMANDS = re.compile(
@@ -83,10 +86,14 @@ class TaskSet:
     def load(self, instance_id: str) -> Task:
         """The parsed task; raises TaskProblem."""
         directory = self.directory(instance_id)
-        if not (directory / "task.toml").is_file():
+        if not (directory / "task.toml").exists():
             raise TaskProblem(Cause.TASK_INVALID, f"{directory} has no task.toml")
         try:
+            check_files(directory)
             task = Task(directory)
+        except BadFiles as error:
+            text = str(error).encode("utf-8", "replace").decode()
+            raise TaskProblem(Cause.TASK_INVALID, f"{directory}: {text}") from error
         except (tomllib.TOMLDecodeError, ValidationError) as error:
             problem = f"{directory}/task.toml: {_wrong(error)}"
             raise TaskProblem(Cause.TASK_INVALID, problem) from error
@@ -94,6 +101,7 @@ class TaskSet:
             name = _missing(directory) if isinstance(error, FileNotFoundError) else None
             problem = f"{directory} has no {name}" if name else f"{directory}: {one_line(error)}"
             raise TaskProblem(Cause.TASK_INVALID, problem) from error
+        _check_image(task)
         _check_limits(task)
         _check_variables(task)
         return task
@@ -120,6 +128,19 @@ def _missing(directory: Path) -> str | None:
         if not any((directory / place / "tests/test.sh").exists() for place in (root, "")):
             return f"{root}tests/test.sh"
     return None
+
+
+def _check_image(task: Task) -> None:
+    """Raise TaskProblem for a task that does not say what its sandbox is made of."""
+    directory, image = task.paths.environment_dir, task.config.environment.docker_image
+    if not has_agent_environment_definition(directory, docker_image=image):
+        missing = "Dockerfile or docker-compose.yaml in environment/"
+        if not directory.is_dir():
+            missing = "environment/ with a Dockerfile or docker-compose.yaml"
+        raise TaskProblem(
+            Cause.TASK_INVALID,
+            f"{task.paths.task_dir} has no {missing}, and task.toml no docker_image",
+        )
 
 
 def _check_limits(task: Task) -> None:
@@ -232,7 +253,8 @@ def check_for_bubblewrap(task: Task, agent_name: str) -> None:
 def network_need(root: Path, directories: list[Path]) -> str | None:
     """The first line of the shell scripts in `directories` that needs the internet."""
     for directory in directories:
-        for script in sorted(directory.rglob("*.sh")) if directory.is_dir() else []:
+        found = directory.rglob("*.sh") if directory.is_dir() else []
+        for script in sorted(path for path in found if why_unreadable(path) is None):
             for number, line in enumerate(script.read_text(errors="replace").splitlines(), 1):
                 code = line.split(" #")[0].strip()
                 if not code.startswith("#") and NETWORK_COMMANDS.search(code):

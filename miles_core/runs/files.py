@@ -12,6 +12,8 @@ from typing import Any
 
 import orjson
 
+from miles_core.regular_files import of_kernel, why_unreadable
+
 _TAIL_CHUNK = 64 * 1024
 
 
@@ -165,6 +167,9 @@ def complete_lines(path: str | Path, offset: int = 0) -> Iterator[tuple[bytes, i
 
 
 def _hash_file(path: Path) -> str:
+    problem = why_unreadable(path)
+    if problem and os.path.exists(path):
+        raise ValueError(f"{path} {problem}")
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -175,17 +180,38 @@ def fingerprint(what: Any) -> str:
     A `Path` is read: a file by its bytes, a directory by the relative names, executable bits and
     bytes of all files below it. Any other value (a string too) is taken as it is, and the order
     of keys does not matter. A path that does not exist raises FileNotFoundError.
+
+    Of a directory, what cannot be read to its end counts by its name alone: a pipe, a device, a
+    link that leads nowhere, to a folder that it is in, or to a file system of the kernel's. Such a
+    path itself raises ValueError.
     """
     if not isinstance(what, Path):
         return hashlib.sha256(b"object\0" + dumps(what, sort=True)).hexdigest()
     if not what.is_dir():
         return _hash_file(what)
     digest = hashlib.sha256(b"directory\0")
-    files = [
-        Path(root) / name for root, _, names in os.walk(what, followlinks=True) for name in names
-    ]
-    for file in sorted(files, key=lambda f: f.relative_to(what).as_posix()):
+    for file in sorted(_files_below(what), key=lambda f: f.relative_to(what).as_posix()):
         name = file.relative_to(what).as_posix()
         mode = "x" if os.access(file, os.X_OK) else "-"
-        digest.update(f"{name}\0{mode}\0{_hash_file(file)}\n".encode())
+        content = "no content" if why_unreadable(file) else _hash_file(file)
+        digest.update(os.fsencode(name) + f"\0{mode}\0{content}\n".encode())
     return digest.hexdigest()
+
+
+def _files_below(directory: Path) -> Iterator[Path]:
+    """Files below a directory, links followed, and the links to folders that are not followed."""
+    for root, folders, names in os.walk(directory, followlinks=True):
+        place = Path(root)
+        ends = [name for name in folders if _is_end(place / name, directory)]
+        folders[:] = [name for name in folders if name not in ends]
+        yield from (place / name for name in (*names, *ends))
+
+
+def _is_end(folder: Path, top: Path) -> bool:
+    """Whether a folder below `top` is a link that leads up, or to what the kernel makes up."""
+    if not folder.is_symlink():
+        return False
+    real = os.path.realpath(folder)
+    above = [place for place in folder.parents if place.is_relative_to(top)]
+    up = any(Path(os.path.realpath(place)).is_relative_to(real) for place in above)
+    return up or of_kernel(folder)

@@ -6,13 +6,23 @@ import json
 import multiprocessing
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from admission_helpers import make_task
 
 from miles_core.admission import cache as cache_module
+from miles_core.admission import check
 from miles_core.admission.cache import CheckCache
-from miles_core.admission.digest import has_solution, is_task, no_tasks, task_digest, task_names
+from miles_core.admission.check import cached_reports
+from miles_core.admission.digest import (
+    has_solution,
+    is_task,
+    needs_no_network,
+    no_tasks,
+    task_digest,
+    task_names,
+)
 from miles_core.admission.report import State, TaskReport
 from miles_core.errors import UserError
 
@@ -61,10 +71,32 @@ def test_a_link_counts_by_what_it_leads_to(tmp_path: Path) -> None:
     assert task_digest(task) != before
 
 
-def test_a_pipe_in_a_task_is_not_opened(tmp_path: Path) -> None:
+def test_what_has_no_end_is_not_read(tmp_path: Path) -> None:
     task = make_task(tmp_path, "one")
+    found = {task_digest(task)}
     os.mkfifo(task / "environment/pipe")
-    assert task_digest(task)
+    found.add(task_digest(task))
+    for name, target in {"zero": "/dev/zero", "kmsg": "/proc/kmsg", "root": "/"}.items():
+        (task / "environment" / name).symlink_to(target)
+        found.add(task_digest(task))
+    assert len(found) == 5
+    for target in (None, "/dev/zero", "/proc/kmsg"):
+        (task / "task.toml").unlink()
+        os.mkfifo(task / "task.toml") if target is None else (task / "task.toml").symlink_to(target)
+        assert task_digest(task) not in found and not needs_no_network(task)
+
+
+def test_a_task_that_vanished_stops_no_check(tmp_path: Path, monkeypatch: Any) -> None:
+    make_task(tmp_path, "one")
+    cache = CheckCache(tmp_path / "cache.json", "bubblewrap")
+    cache.put(report("one", task_digest(tmp_path / "one")))
+    assert cached_reports(tmp_path, cache, ["one", "gone"]).keys() == {"one"}
+
+    def gone(task: Path) -> str:
+        raise FileNotFoundError(task)
+
+    monkeypatch.setattr(check, "task_digest", gone)
+    assert cached_reports(tmp_path, cache, ["one"]) == {}
 
 
 def test_task_folders_are_told_from_others(tmp_path: Path) -> None:

@@ -87,6 +87,31 @@ def test_fingerprint_of_objects_and_paths(tmp_path: Path) -> None:
         fingerprint(tmp_path / "absent")
 
 
+def test_a_fingerprint_reads_nothing_that_has_no_end(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "sub" / "f").write_text("x")
+    found = {fingerprint(folder)}
+    os.mkfifo(folder / "pipe")
+    found.add(fingerprint(folder))
+    links = {"zero": "/dev/zero", "kmsg": "/proc/kmsg", "root": "/", "proc": "/proc"}
+    links |= {"up": "..", "self": ".", "nowhere": "/nowhere", "loop": "loop"}
+    for name, target in links.items():
+        (folder / "sub" / name).symlink_to(target)
+        found.add(fingerprint(folder))
+    assert len(found) == 2 + len(links)
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "g").write_text("1")
+    (folder / "outside").symlink_to(outside)
+    (outside / "back").symlink_to(folder)
+    first = fingerprint(folder)
+    (outside / "g").write_text("2")
+    assert fingerprint(folder) != first
+    with pytest.raises(ValueError, match="is a pipe"):
+        fingerprint(folder / "pipe")
+
+
 @pytest.mark.parametrize("size", [1, 65_535, 65_536, 200_000])
 def test_line_file_finds_its_last_line_and_cuts_a_torn_one(tmp_path: Path, size: int) -> None:
     path = tmp_path / "lines"
