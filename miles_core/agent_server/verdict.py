@@ -117,6 +117,8 @@ def choose_reward(rewards: dict[str, Any]) -> float | None:
 
 def _untrusted(ended: Ended) -> Verdict | None:
     """Why a low reward says nothing about the agent, if so."""
+    if ended.job.outage is not None:
+        return Verdict.no_verdict(Cause.SESSION_FAILED, ended.job.outage)
     sign = _no_grade(ended)
     if sign is not None:
         return Verdict.no_verdict(Cause.VERIFIER_FAILED, sign[:500])

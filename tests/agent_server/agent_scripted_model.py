@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -32,11 +35,27 @@ def error(status: int, code: str, message: str = "scripted") -> tuple[int, dict[
     return status, {"error": {"code": code, "message": message, "type": "invalid_request_error"}}
 
 
+@dataclass(frozen=True)
+class Raw:
+    """An answer by bytes: header lines, and a body that may be sent several times over."""
+
+    head: str
+    body: bytes = b""
+    times: int = 1
+
+    def send(self, connection: socket.socket) -> None:
+        """Send it; the connection is closed after it. Whoever reads may go away before the end."""
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(self.head.replace("\n", "\r\n").encode() + b"\r\n\r\n")
+            for _ in range(self.times):
+                connection.sendall(self.body)
+
+
 class ScriptedModel:
     """Answers the n-th request with the n-th entry of the script; the last entry repeats.
 
-    An entry is a message, an `error(...)`, a number of seconds to wait before the next entry, or
-    a function of the request's body that returns one of these.
+    An entry is a message, an `error(...)`, a `Raw`, a number of seconds to wait before the next
+    entry, or a function of the request's body that returns one of these.
     """
 
     def __init__(self, script: list[Any]) -> None:
@@ -53,6 +72,10 @@ class ScriptedModel:
                 length = int(self.headers["content-length"])
                 body = json.loads(self.rfile.read(length))
                 status, answer = model.answer(self.path, body)
+                if isinstance(answer, Raw):
+                    answer.send(self.connection)
+                    self.close_connection = True
+                    return
                 data = json.dumps(answer).encode()
                 self.send_response(status)
                 self.send_header("content-type", "application/json")
@@ -74,7 +97,7 @@ class ScriptedModel:
     def url(self) -> str:
         return f"http://127.0.0.1:{self._server.server_port}/sessions/secret-of-the-session/v1"
 
-    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any] | Raw]:
         with self._lock:
             self.requests.append(body)
             self.paths.append(path)
@@ -92,6 +115,8 @@ class ScriptedModel:
                 break
         if isinstance(entry, tuple):
             return entry
+        if isinstance(entry, Raw):
+            return 200, entry
         reason = "tool_calls" if entry.get("tool_calls") else "stop"
         return 200, {
             "id": "c",

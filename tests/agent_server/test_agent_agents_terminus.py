@@ -188,8 +188,8 @@ def test_a_step_out_of_time_leaves_the_next_a_terminal(server: Server, tasks: Pa
             target.write_text((task / path).read_text())
     (task / "task.toml").write_text(toml)
     done = keys("echo 42 > /app/answer.txt", done=True)
-    result, model = run(
-        server, [keys("sleep 50"), 60.0, done, keys(done=True)], task="two-steps", max_seq_len=100
-    )
+    wait = {"keystrokes": "sleep 50\n", "duration": 40}
+    long = text(json.dumps({"analysis": "a", "plan": "p", "commands": [wait]}))
+    result, model = run(server, [long, done, keys(done=True)], task="two-steps", max_seq_len=100)
     assert (result.reward, result.verdict.cause) == (0.5, Cause.AGENT_TIMEOUT), result.verdict
     assert roles(model) == "uau"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +18,8 @@ from miles_core.verdicts import Cause
 CONVERSATION_LIMIT = 2 << 20
 """Bytes of the messages that are kept of an agent at work."""
 MOST_MESSAGES = 400
+OUTAGE_SHARE = 0.5
+"""A model call that is open for more than this share of an agent's time has ended the agent."""
 
 
 class AgentFailed(RuntimeError):
@@ -72,6 +77,34 @@ class AgentJob:
     """Processes in the sandbox that the agent's set-up started."""
     before: frozenset[Member] = frozenset()
     """Processes in the sandbox that were there before the agent, and are none of its own."""
+    outage: str | None = None
+    """That a model call without an answer took most of the time of an agent, if one did."""
+    _call_began: float | None = None
+    _waited_at: float | None = None
+    """When an agent in another process last said that it waits for its call; None for one here."""
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """While the agent runs; when it is ended, note a call that was open most of its time."""
+        began = time.monotonic()
+        self.call_ends()
+        try:
+            yield
+        except asyncio.CancelledError:
+            now = time.monotonic()
+            spent, waited = now - began, (self._waited_at or now) - (self._call_began or now)
+            if waited > OUTAGE_SHARE * spent:
+                what = f"the last model call was open for {waited:.0f} s"
+                self.outage = f"{what} of the agent's {spent:.0f} s"
+            raise
+
+    def call_begins(self) -> None:
+        """A model call was sent."""
+        self._call_began, self._waited_at = time.monotonic(), None
+
+    def call_ends(self) -> None:
+        """A model call was answered."""
+        self._call_began = self._waited_at = None
 
     def answered(self, usage: Mapping[str, Any] | None, tool_calls: int = 0) -> None:
         """Count one answer of the model, with the `usage` that it came with."""
@@ -89,7 +122,10 @@ class AgentJob:
             return
         if not isinstance(event, dict):
             return
-        if event.get("event") == "turn":
+        if event.get("event") in ("call", "waiting"):
+            self._waits(event["event"] == "call")
+        elif event.get("event") == "turn":
+            self.call_ends()
             self.answered(event.get("usage"), int(event.get("tool_calls") or 0))
         elif event.get("event") == "message":
             number, message = event.get("n"), event.get("message")
@@ -97,6 +133,11 @@ class AgentJob:
                 self.conversation.add(number, message, len(line))
         elif event.get("event") == "end":
             self.events.append(event)
+
+    def _waits(self, first: bool) -> None:
+        if first:
+            self.call_begins()
+        self._waited_at = time.monotonic()
 
     def fail(self, cause: Cause, message: str) -> AgentFailed:
         """Note why there can be no verdict; returns the exception to raise."""

@@ -129,7 +129,8 @@ class MiniSweAgent(OurAgent):
     ) -> None:
         """Run the agent. Returns when the verifier may grade; raises AgentFailed otherwise."""
         job = self._job
-        done = await self._work(instruction, environment)
+        with job.at_work():
+            done = await self._work(instruction, environment)
         context.n_input_tokens = job.input_tokens
         context.n_output_tokens = job.output_tokens
         error = done.err.decode(errors="replace").strip()[-400:]

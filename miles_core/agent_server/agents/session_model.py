@@ -7,6 +7,7 @@ a reached turn limit stop the agent by its own doing, a failed engine or session
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any, override
 
 import httpx
@@ -15,15 +16,24 @@ from harbor.models.metric import UsageInfo
 
 from miles_core.agent_server.agents.job import AgentFailed, AgentJob
 from miles_core.agent_server.inside.endpoint import (
+    ANSWER_LIMIT,
     ATTEMPTS,
     POLICY_LIMITS,
     TIMEOUT_S,
+    TOO_LONG,
+    NoCompletion,
+    completion,
     pause_s,
     refusal,
 )
 from miles_core.verdicts import Cause
 
 CONNECT_S = 30.0
+HEADERS = {
+    "authorization": "Bearer none",
+    "content-type": "application/json",
+    "accept-encoding": "identity",
+}
 
 
 class PolicyStopped(Exception):
@@ -61,19 +71,17 @@ class SessionModel(BaseLLM):
             raise PolicyStopped(Cause.TURN_LIMIT)
         if request.max_seq_len is not None and self._used >= request.max_seq_len:
             raise PolicyStopped(Cause.TOKEN_BUDGET)
-        response = await self._post(
-            {
-                "model": request.model.split("/", 1)[-1],
-                "messages": [*(message_history or []), {"role": "user", "content": prompt}],
-                **request.sampling_params,
-            }
-        )
+        body = {
+            "model": request.model.split("/", 1)[-1],
+            "messages": [*(message_history or []), {"role": "user", "content": prompt}],
+            **request.sampling_params,
+        }
+        self._job.call_begins()
         try:
-            choice = response["choices"][0]
-            self.message = {"role": "assistant", **choice["message"]}
-            content = str(self.message.get("content") or "")
-        except (KeyError, IndexError, TypeError) as error:
-            raise AgentFailed(Cause.SESSION_FAILED, f"not a completion: {error!r}") from error
+            response, choice, self.message = completion(await self._post(json.dumps(body)))
+        except NoCompletion as error:
+            raise AgentFailed(Cause(error.cause), str(error)) from error
+        self._job.call_ends()
         usage = response.get("usage") or {}
         self._job.answered(usage)
         sizes = [int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")]
@@ -82,7 +90,7 @@ class SessionModel(BaseLLM):
         if cut or (request.max_seq_len is not None and self._used > request.max_seq_len):
             raise PolicyStopped(Cause.TOKEN_BUDGET)
         return LLMResponse(
-            content=content,
+            content=self.message.get("content") or "",
             reasoning_content=self.message.get("reasoning_content"),
             model_name=response.get("model"),
             usage=UsageInfo(
@@ -90,33 +98,39 @@ class SessionModel(BaseLLM):
             ),
         )
 
-    async def _post(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def _post(self, body: str) -> bytes:
         """POST with a bounded number of attempts; only what has no answer is tried again."""
-        url = str(self._job.request.base_url).rstrip("/") + "/chat/completions"
-        if self._client is None:
-            headers = {"authorization": "Bearer none"}
-            timeout = httpx.Timeout(TIMEOUT_S, connect=CONNECT_S)
-            self._client = httpx.AsyncClient(timeout=timeout, headers=headers, trust_env=False)
         last = ""
         for attempt in range(ATTEMPTS):
             await asyncio.sleep(pause_s(attempt))
             try:
-                answer = await self._client.post(url, json=body)
+                status, answer = await self._ask(body)
             except httpx.HTTPError as error:
                 last = f"{type(error).__name__}: {error}"
                 continue
-            if answer.is_success:
-                try:
-                    return dict(answer.json())
-                except (ValueError, TypeError) as error:
-                    raise AgentFailed(Cause.SESSION_FAILED, f"not JSON: {error}") from error
-            cause, last = refusal(answer.status_code, answer.text[:4000])
+            if 200 <= status < 300:
+                return answer
+            cause, last = refusal(status, answer[:4000].decode(errors="replace"))
             if cause is None:
                 continue
             if cause in POLICY_LIMITS.values():
                 raise PolicyStopped(Cause(cause))
             raise AgentFailed(Cause(cause), last)
         raise AgentFailed(Cause.SESSION_FAILED, f"{ATTEMPTS} attempts: {last}")
+
+    async def _ask(self, body: str) -> tuple[int, bytes]:
+        """One attempt: status and body as they came; raises NoCompletion for one too long."""
+        url = str(self._job.request.base_url).rstrip("/") + "/chat/completions"
+        if self._client is None:
+            timeout = httpx.Timeout(TIMEOUT_S, connect=CONNECT_S)
+            self._client = httpx.AsyncClient(timeout=timeout, headers=HEADERS, trust_env=False)
+        whole = bytearray()
+        async with self._client.stream("POST", url, content=body) as answer:
+            async for part in answer.aiter_raw():
+                whole += part
+                if len(whole) > ANSWER_LIMIT:
+                    raise NoCompletion(TOO_LONG)
+        return answer.status_code, bytes(whole)
 
     async def end(self) -> None:
         """End a conversation: close the connection. Another one may begin after it."""

@@ -80,7 +80,8 @@ class Terminus(Terminus2):
             await self.setup(environment)  # an earlier step of the task ended it
         self._is_new = False
         try:
-            await super().run(instruction, environment, context)
+            with self._job.at_work():
+                await super().run(instruction, environment, context)
         except PolicyStopped as stopped:
             self._job.cause = stopped.cause
         except AgentFailed as failure:

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import http.client
 import json
+import signal
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from endpoint import ATTEMPTS, POLICY_LIMITS, TIMEOUT_S, pause_s, refusal
+from endpoint import (
+    ANSWER_LIMIT,
+    ATTEMPTS,
+    POLICY_LIMITS,
+    TIMEOUT_S,
+    TOO_LONG,
+    NoCompletion,
+    completion,
+    pause_s,
+    refusal,
+)
 from minisweagent.exceptions import FormatError, LimitsExceeded
 from minisweagent.models.utils.actions_toolcall import (
     BASH_TOOL,
@@ -23,6 +35,9 @@ from pydantic import BaseModel
 
 SHOWN_LENGTH = 20_000
 """Characters of one text of a message that are told while the agent runs."""
+
+WAITING_S = 0.5
+"""How often an agent tells that it waits for the model: one that was stopped does not."""
 
 USED_UP = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL})
 """Errors of a machine that has no socket for one more connection."""
@@ -52,9 +67,10 @@ class PlainModelConfig(BaseModel):
 class PlainModel:
     """OpenAI chat completions with the tool `bash`.
 
-    `report` is given an event for each message of the conversation, when it is new, and for each
-    answer. A full context or a reached turn limit ends the
-    agent cleanly, as its own limits do; an endpoint that fails raises `ModelEndpointError`.
+    `report` is given an event for each message of the conversation, when it is new, for each call
+    when it begins and while it is open, and for each answer. A full context or a reached turn
+    limit ends the agent cleanly, as its own limits do; an endpoint that fails, or whose answer is
+    no chat completion, raises `ModelEndpointError`.
     """
 
     def __init__(self, base_url: str, report: Callable[[dict[str, Any]], None], **config: Any):
@@ -76,12 +92,12 @@ class PlainModel:
             **self.config.model_kwargs,
             **kwargs,
         }
-        response = self._post(json.dumps(body).encode())
         try:
-            choice = response["choices"][0]
-            message = dict(choice["message"])
-        except (KeyError, IndexError, TypeError) as error:
-            raise ModelEndpointError("session_failed", f"not a completion: {error!r}") from error
+            with _waiting(self._report):
+                answer = self._post(json.dumps(body).encode())
+            response, choice, message = completion(answer)
+        except NoCompletion as error:
+            raise ModelEndpointError(error.cause, str(error)) from error
         turn = {"event": "turn", "usage": response.get("usage") or {}}
         extra = {"response": response, "cost": 0.0, "timestamp": time.time()}
         self._tell([{**message, "extra": extra}])
@@ -120,30 +136,38 @@ class PlainModel:
             template_kwargs={"finish_reason": choice.get("finish_reason")},
         )
 
-    def _post(self, body: bytes) -> dict[str, Any]:
+    def _post(self, body: bytes) -> bytes:
         """POST with a bounded number of attempts; only what was surely not answered is retried."""
-        headers = {"content-type": "application/json", "authorization": "Bearer none"}
         last = ""
         for attempt in range(self.config.attempts):
             time.sleep(pause_s(attempt))
-            request = urllib.request.Request(self._url, body, headers)
             try:
-                with urllib.request.urlopen(request, timeout=self.config.timeout) as response:
-                    return json.load(response)
-            except urllib.error.HTTPError as error:
-                last = self._refused(error)
+                status, answer = self._ask(body)
             except (OSError, http.client.HTTPException) as error:
                 reason = getattr(error, "reason", error)
                 if getattr(reason, "errno", None) in USED_UP:
                     raise  # no word about the endpoint
                 last = f"{type(error).__name__}: {error}"
-            except ValueError as error:
-                raise ModelEndpointError("session_failed", f"not JSON: {error}") from error
+                continue
+            if status is None:
+                return answer
+            last = self._refused(status, answer.decode(errors="replace"))
         raise ModelEndpointError("session_failed", f"{self.config.attempts} attempts: {last}")
 
-    def _refused(self, error: urllib.error.HTTPError) -> str:
+    def _ask(self, body: bytes) -> tuple[int | None, bytes]:
+        """One attempt: the answer, or an error status and the beginning of what came with it."""
+        headers = {"content-type": "application/json", "authorization": "Bearer none"}
+        request = urllib.request.Request(self._url, body, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=self.config.timeout) as response:
+                return None, _whole(response)
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read(4000)
+
+    def _refused(self, status: int, text: str) -> str:
         """What an error status means: returns for another attempt, raises for the end."""
-        cause, said = refusal(error.code, error.read(4000).decode(errors="replace"))
+        cause, said = refusal(status, text)
         if cause in POLICY_LIMITS.values():
             self.limit = cause
             raise LimitsExceeded(
@@ -152,9 +176,9 @@ class PlainModel:
                     "content": said,
                     "extra": {"exit_status": "LimitsExceeded", "submission": ""},
                 }
-            ) from error
+            )
         if cause is not None:
-            raise ModelEndpointError(cause, said) from error
+            raise ModelEndpointError(cause, said)
         return said
 
     def format_message(self, **kwargs: Any) -> dict[str, Any]:
@@ -180,6 +204,30 @@ class PlainModel:
         kind = f"{type(self).__module__}.{type(self).__name__}"
         settings = self.config.model_dump(mode="json")
         return {"info": {"config": {"model": settings, "model_type": kind}}}
+
+
+@contextlib.contextmanager
+def _waiting(report: Callable[[dict[str, Any]], None]) -> Iterator[None]:
+    """Tell that a call begins, and then again and again that this process still waits for it."""
+    report({"event": "call"})
+    before = signal.signal(signal.SIGALRM, lambda *_: report({"event": "waiting"}))
+    signal.setitimer(signal.ITIMER_REAL, WAITING_S, WAITING_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _whole(response: http.client.HTTPResponse) -> bytes:
+    """The body of an answer; raises HTTPException for a part, NoCompletion for one too long."""
+    length = response.length
+    if length is not None and length <= ANSWER_LIMIT:
+        return response.read()
+    body = b"" if length is not None else response.read(ANSWER_LIMIT + 1)
+    if length is not None or len(body) > ANSWER_LIMIT:
+        raise NoCompletion(TOO_LONG)
+    return body
 
 
 def shown(message: dict[str, Any]) -> dict[str, Any]:
