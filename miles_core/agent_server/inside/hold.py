@@ -67,6 +67,15 @@ def _mount(source: str, place: str, kind: str | None, flags: int, data: str | No
     checked(result, f"mount of {kind or 'nothing'} at {place}")
 
 
+def _problem(said: str) -> str:
+    """Why there is no sandbox, of what its start has said: the number of the holder's process,
+    what bubblewrap tells of the first process, which no longer has a place for an error then."""
+    if "{" in said:
+        return "its /bin/sh was not started: is it there, with its libraries?"
+    lines = [line for line in said.strip().splitlines() if not line.isdigit()]
+    return lines[-1][-400:] if lines else "it ended without a word"
+
+
 def await_first(told: int, ids: int) -> int:
     """Give a holder its ids; the first process of its sandbox, once that is up. Raises OSError."""
     said = b""
@@ -74,8 +83,7 @@ def await_first(told: int, ids: int) -> int:
     while not said.endswith(READY):
         data = os.read(told, CHUNK)
         if not data:
-            lines = said.decode(errors="replace").strip().splitlines()
-            raise OSError(lines[-1][-400:] if lines else "no message")
+            raise OSError(_problem(said.decode(errors="replace")))
         said += data
         pid, ended, _ = said.partition(b"\n")
         if ended and pid.isdigit() and not given:

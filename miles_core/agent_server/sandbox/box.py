@@ -112,6 +112,10 @@ class Box:
         among = [cgroups.members(places[0]) for places in (*self._earlier, self._cgroups)]
         return processes.members(pid, itertools.chain.from_iterable(among))
 
+    def memory_kills(self) -> int:
+        """How many of its processes were ended so far for a lack of memory."""
+        return cgroups.memory_kills(self._cgroups)
+
     def _measure(self) -> None:
         """Note the space that was used, while the sandbox is there."""
         peaks = [cgroups.memory_peak(places) for places in (*self._earlier, self._cgroups)]

@@ -7,12 +7,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from miles_core.agent_server.evidence import NO_NETWORK
 from miles_core.agent_server.sandbox import accounts, copying, dockerfile, packages
 from miles_core.agent_server.sandbox.box import Box
+from miles_core.agent_server.sandbox.channel import KILLED
 from miles_core.agent_server.sandbox.context import Context
 from miles_core.agent_server.sandbox.copying import Given
 from miles_core.agent_server.sandbox.dockerfile import Dockerfile, Heredoc, Instruction
-from miles_core.agent_server.sandbox.errors import SandboxError
+from miles_core.agent_server.sandbox.errors import OutOfMemory, SandboxError
 from miles_core.agent_server.sandbox.privileges import PATH
 
 COPY_FLAGS = ("from", "chown", "chmod", "link")
@@ -53,8 +55,8 @@ class Workplace:
 class HostBuild:
     """One Dockerfile that is followed; `new` starts the sandbox of a further stage.
 
-    `follow` raises DockerfileInvalid for what no builder would take, and SandboxUnsupported for
-    what a sandbox without a network and without images cannot do. Both name the line.
+    `follow` raises DockerfileInvalid for what no builder would take, SandboxUnsupported for what a
+    sandbox without a network and without images cannot do, and OutOfMemory. All name the line.
     """
 
     def __init__(
@@ -166,7 +168,7 @@ class _Following:
             text = f"{text}\n{instruction.raw_heredocs}" if instruction.raw_heredocs else text
             argv = [*self.state.shell, text]
         account = await self._account(instruction, self.state.user)
-        before = len(self._names())
+        before, killed = len(self._names()), self._box.memory_kills()
         done = await self._box.run(
             argv,
             env={
@@ -185,7 +187,16 @@ class _Following:
         if done.code == 0 and not names:
             return
         output = (done.err or done.out).decode(errors="replace").strip()[-300:]
-        what = f"looks for {', '.join(names)}" if names else f"failed with {done.code} ({output})"
+        what = f"failed with {done.code}" + (f" ({output})" if output else "")
+        if done.code == KILLED or (done.code != 0 and self._box.memory_kills() > killed):
+            has = f"a RUN has {self._box.settings.limits.memory_mb} MB of memory"
+            raise OutOfMemory(f"{instruction.where()}: {what}: it was killed; {has}")
+        if names:
+            what = f"looks for {', '.join(names)}"
+        elif not any(
+            NO_NETWORK.search(text.decode(errors="replace")) for text in (done.out, done.err)
+        ):
+            raise instruction.unsupported(what)
         raise instruction.unsupported(f"{what} in a sandbox without a network")
 
     def _apt(self, instruction: Instruction, script: str) -> dict[str, str]:

@@ -234,6 +234,16 @@ def members(directory: Path) -> list[int]:
         return []
 
 
+def memory_kills(directories: list[Path]) -> int:
+    """How many processes of a sandbox were ended for a lack of memory, where its cgroups tell."""
+    for directory in directories:
+        for name in ("memory.events", "memory.oom_control"):
+            with contextlib.suppress(FileNotFoundError):
+                fields = (line.split() for line in (directory / name).read_text().splitlines())
+                return sum(int(value) for key, value in fields if key == "oom_kill")
+    return 0
+
+
 def memory_peak(directories: list[Path]) -> int | None:
     """Most bytes of memory that were used at once in a sandbox's cgroups, where they tell."""
     for directory in directories:

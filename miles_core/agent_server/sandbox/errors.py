@@ -11,6 +11,10 @@ class SandboxGone(SandboxError):
     """The sandbox has ended while it was needed."""
 
 
+class OutOfMemory(SandboxError):
+    """A command of a Dockerfile was ended for a lack of memory; the message names its line."""
+
+
 class SandboxUnsupported(RuntimeError):
     """The task asks for something that this sandbox cannot give; the message names it."""
 

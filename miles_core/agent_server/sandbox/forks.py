@@ -44,6 +44,10 @@ class Spawner:
         self._released = False
 
     @property
+    def name(self) -> str:
+        return self._channel.name
+
+    @property
     def closed(self) -> bool:
         return self._channel.closed
 

@@ -78,7 +78,8 @@ class Holder:
             raise SandboxError("the sandbox ended while it started") from error
         except SandboxError as error:
             spawner.close()
-            raise SandboxError(f"the sandbox did not start: {error}") from error
+            said = str(error).removeprefix(f"{spawner.name}: ")
+            raise SandboxError(f"the sandbox did not start: {said}") from error
         except BaseException:
             spawner.close()
             raise

@@ -16,6 +16,8 @@ from miles_core.agent_server.sandbox.cgroups import CgroupTree, Limits
 from miles_core.agent_server.sandbox.forks import Helpers
 from miles_core.agent_server.sandbox.images import Image, Images, Recipe
 from miles_core.agent_server.sandbox.layers import Root
+from miles_core.agent_server.tasks import TaskProblem
+from miles_core.verdicts import Cause
 
 if TYPE_CHECKING:
     from miles_core.agent_server.sandbox.environment import BubblewrapEnvironment
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 DEFAULT_MEMORY_MB = 4096
 DEFAULT_DISK_MB = 2048
 PIDS = 512
+LEAST_MEMORY_MB = 6
+"""With less no command is started; containers have the same least limit (docker run --memory)."""
 NAMES_LIMIT = 20
 VERIFIER_LOGS = "/logs/verifier"
 LOG_FOLDERS = ("/logs", "/logs/agent", VERIFIER_LOGS, "/logs/artifacts")
@@ -39,8 +43,14 @@ class Plan:
 
     @classmethod
     def of(cls, directory: Path, config: EnvironmentConfig) -> Plan:
-        """That of the table `environment` of a task.toml and the directory of the same name."""
+        """That of the table `environment` of a task.toml and the directory of the same name.
+
+        Raises TaskProblem for a limit with which nothing can be started.
+        """
         memory_mb = int(config.memory_mb or DEFAULT_MEMORY_MB)
+        if memory_mb < LEAST_MEMORY_MB:
+            problem = f"task.toml: memory_mb = {memory_mb}: no command starts with less than"
+            raise TaskProblem(Cause.TASK_INVALID, f"{problem} {LEAST_MEMORY_MB} MB")
         limits = Limits(memory_mb=memory_mb, pids=PIDS, cpus=config.cpus)
         disk_mb = config.storage_mb or DEFAULT_DISK_MB
         return cls(directory, config.docker_image, disk_mb, limits)

@@ -25,7 +25,7 @@ from miles_core.agent_server.sandbox.build import HostBuild, ImageState, Workpla
 from miles_core.agent_server.sandbox.builders import Builder, missing
 from miles_core.agent_server.sandbox.context import Context
 from miles_core.agent_server.sandbox.dockerfile import Dockerfile
-from miles_core.agent_server.sandbox.errors import SandboxError, SandboxUnsupported
+from miles_core.agent_server.sandbox.errors import OutOfMemory, SandboxError, SandboxUnsupported
 from miles_core.agent_server.sandbox.layers import Root
 from miles_core.agent_server.sandbox.system import make_base
 from miles_core.agent_server.tasks import NETWORK_COMMANDS
@@ -214,6 +214,9 @@ class Images:
         if problem is None:
             try:
                 return await self._make_layers(made, recipe, new_box), False
+            except OutOfMemory:
+                if self._builder is None:  # which has all of the host's
+                    raise
             except SandboxUnsupported as error:
                 if self._builder is None:
                     raise SandboxUnsupported(f"{error}; {_ADVICE}") from None
