@@ -66,13 +66,30 @@ def url_of(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def check_ready_file(path: Path) -> None:
+    """Raise UserError for a path at which `write_ready_file` could not write."""
+    if path.is_dir():
+        raise UserError(f"--ready-file {path} is a folder", "Name a file in it.")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--ready-file {path}: {error.strerror or error}") from error
+
+
 def write_ready_file(path: Path, host: str, port: int) -> None:
-    """Say that the service can serve: pid, host, port and url, renamed into place."""
+    """Say that the service can serve: pid, host, port and url, renamed into place.
+
+    Raises UserError when it cannot be written; nothing is left then.
+    """
+    check_ready_file(path)
     content = {"pid": os.getpid(), "host": host, "port": port, "url": url_of(host, port)}
-    path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(json.dumps(content), "utf-8")
-    beside.replace(path)
+    try:
+        beside.write_text(json.dumps(content), "utf-8")
+        beside.replace(path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise UserError(f"--ready-file {path}: {error.strerror or error}") from error
 
 
 def process_start(pid: int) -> str | None:

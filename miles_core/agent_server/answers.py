@@ -32,6 +32,18 @@ def error_answer(
     return JSONResponse(content, status_code=status, headers=dict(headers or {}))
 
 
+def _is_json(content_type: str) -> bool:
+    """Whether a body with this header is read as JSON."""
+    kind = content_type.partition(";")[0].strip().lower()
+    return kind == "application/json" or (
+        kind.startswith("application/") and kind.endswith("+json")
+    )
+
+
+def _shown(content_type: str) -> str:
+    return f"is {content_type[:80]!a}" if content_type else "there is none"
+
+
 def set_errors(app: FastAPI) -> None:
     """Give every error of an application the one form, those of the framework too."""
 
@@ -44,6 +56,10 @@ def set_errors(app: FastAPI) -> None:
         first = error.errors()[0]
         if first["type"] == "json_invalid":
             return error_answer(400, "not_json", "the body is not JSON")
+        kind = request.headers.get("content-type", "")
+        if first["loc"] == ("body",) and not _is_json(kind):
+            told = "content-type: it must be application/json"
+            return error_answer(422, "invalid_request", f"{told}, and {_shown(kind)}")
         place = ".".join(str(part) for part in first["loc"])
         return error_answer(422, "invalid_request", f"{place}: {first['msg']}")
 

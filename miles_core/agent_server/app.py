@@ -34,6 +34,7 @@ from miles_core.agent_server.same_trial import TrialConflict
 from miles_core.agent_server.settings import ServerSettings
 from miles_core.agent_server.tasks import TaskSet, TasksGone
 from miles_core.agent_server.trials import TrialManager, UnknownTrial
+from miles_core.agent_server.trials_dir import RETRY_S, CannotKeep
 
 LONGEST_WAIT_S = 120.0
 BODY_LIMIT = 4 << 20
@@ -98,6 +99,9 @@ def _add_health(
 
     @app.get("/health")
     async def get_health() -> Health:
+        problem = manager.problem()
+        if problem:
+            raise Refused(503, "trials_dir_gone", problem)
         running, queued = manager.counts()
         try:
             found = len(tasks.ids())
@@ -166,6 +170,10 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(UnknownTrial)
     async def on_unknown(request: Request, error: UnknownTrial) -> JSONResponse:
         return error_answer(404, "unknown_trial", f"no trial {error} here")
+
+    @app.exception_handler(CannotKeep)
+    async def on_unkept(request: Request, error: CannotKeep) -> JSONResponse:
+        return error_answer(503, error.code, str(error), {"retry-after": str(RETRY_S)})
 
     @app.exception_handler(RecursionError)
     async def on_deep(request: Request, error: RecursionError) -> JSONResponse:

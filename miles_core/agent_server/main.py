@@ -21,7 +21,15 @@ from miles_core.agent_server.interpreter import check_interpreter
 from miles_core.agent_server.reaper import command
 from miles_core.agent_server.reaper.owner import open_owner
 from miles_core.errors import UserError
-from miles_core.serving import PortInUse, bind, exit_status, url_of, watch_parent, write_ready_file
+from miles_core.serving import (
+    PortInUse,
+    bind,
+    check_ready_file,
+    exit_status,
+    url_of,
+    watch_parent,
+    write_ready_file,
+)
 
 SECRET = "HARBOR_ADMIN_SECRET"
 TASKS = "HARBOR_TASKS_DIR"
@@ -70,7 +78,8 @@ def parser() -> argparse.ArgumentParser:
         "--keep-trials",
         type=int,
         default=500,
-        help="ended trials that are kept, the newest (%(default)s)",
+        help="ended trials that are kept, the newest; a result that no client was given yet is "
+        "kept for an hour at least (%(default)s)",
     )
     add("--trials-dir", type=Path, default=Path("trials"), help="results are kept here (trials)")
     add(
@@ -164,10 +173,17 @@ def check(args: argparse.Namespace) -> None:
             f"--host {args.host} is reachable from other machines: set {SECRET} to a bearer token, "
             "or listen on 127.0.0.1"
         )
+    if args.ready_file is not None:
+        check_ready_file(args.ready_file)
     try:
         args.trials_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--trials-dir {args.trials_dir}: {error.strerror or error}") from error
+
+
+def _unwritable(directory: Path, error: OSError) -> UserError:
+    problem = f"--trials-dir {directory}: {error.strerror or error}"
+    return UserError(problem, "The server has to write there.")
 
 
 def lock_trials(directory: Path) -> IO[str]:
@@ -175,7 +191,10 @@ def lock_trials(directory: Path) -> IO[str]:
 
     A second server would end the trials of the first one as those of a server that died.
     """
-    lock = open(directory / ".lock", "a")  # noqa: SIM115 (it is held while the server runs)
+    try:
+        lock = open(directory / ".lock", "a")  # noqa: SIM115 (it is held while the server runs)
+    except OSError as error:
+        raise _unwritable(directory, error) from error
     deadline = time.monotonic() + LOCK_WAIT_S
     while True:
         try:
@@ -197,6 +216,7 @@ def run(args: argparse.Namespace, listener: socket.socket, dashboard: socket.soc
             f"--images {args.images}: Harbor builds the images of {sandbox.name} itself"
         )
     environments.check_host(sandbox)
+    lock = lock_trials(args.trials_dir.resolve())
     from miles_core.agent_server.runner import Runner, quiet_libraries
 
     quiet_libraries(args.trials_dir)
@@ -218,14 +238,19 @@ def run(args: argparse.Namespace, listener: socket.socket, dashboard: socket.soc
         sandbox=sandbox,
         agent_config=agent_config,
     )
-    lock = lock_trials(settings.trials_dir)
-    settings = dataclasses.replace(settings, owner=open_owner(settings.trials_dir, sandbox.kind))
     images = tree = None
+    try:
+        owner = open_owner(settings.trials_dir, sandbox.kind)
+        if sandbox.ours:
+            limit = int(args.images_cache_gb * GIGABYTE)
+            images = open_images(settings.trials_dir, args.images, limit)
+        else:
+            environments.own_scratch(settings.trials_dir)
+    except OSError as error:
+        raise _unwritable(settings.trials_dir, error) from error
+    settings = dataclasses.replace(settings, owner=owner)
     if sandbox.ours:
         tree = CgroupTree()
-        images = open_images(settings.trials_dir, args.images, int(args.images_cache_gb * GIGABYTE))
-    else:
-        environments.own_scratch(settings.trials_dir)
     runner = Runner(settings, images, tree)
     health: dict[str, Any] = {
         "capacity": settings.max_concurrent,
@@ -270,8 +295,9 @@ async def _serve(
     manager = TrialManager(runner, settings.trials_dir, settings.max_concurrent)
     lost = manager.open()
     retention = Retention(settings.trials_dir, args.keep_trials)
-    retention.open()
+    retention.open(lost)
     manager.watchers.append(lambda record: retention.ended(record.trial_id))
+    manager.given.append(retention.given)
     if lost:
         print(f"ended {len(lost)} trials that an earlier server left: server_restarted")
     lifetime = settings.trial_timeout_s
@@ -297,8 +323,13 @@ async def _serve(
     if args.parent_pid is not None:
         watch_parent(args.parent_pid, lambda: loop.call_soon_threadsafe(stop.set))
     host, port = listener.getsockname()[:2]
-    if args.ready_file is not None:
-        write_ready_file(args.ready_file, host, port)
+    unready = None
+    try:
+        if args.ready_file is not None:
+            write_ready_file(args.ready_file, host, port)
+    except UserError as error:
+        unready = error
+        stop.set()
     print(f"agent server on {url_of(host, port)}, sandbox {settings.sandbox.name}", flush=True)
     if dashboard is not None:
         print(f"dashboard on {url_of(*dashboard.getsockname()[:2])}/", flush=True)
@@ -312,6 +343,8 @@ async def _serve(
         server.should_exit = True
     await asyncio.gather(*serving)
     runner.close()
+    if unready is not None:
+        raise unready
 
 
 def _server(uvicorn: Any, app: Any) -> Any:

@@ -216,7 +216,7 @@ class TrialStatus(BaseModel):
     state: TrialState
     phase: Phase
     queue_position: int | None = Field(None, description="0 is next; None when not queued")
-    age_s: float = 0.0
+    age_s: float = Field(0.0, description="Since it was accepted; since its end, once ended")
     result: TrialResult | None = None
 
 

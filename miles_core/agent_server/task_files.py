@@ -16,11 +16,16 @@ READ_LIMIT = 16 << 20
 MOST_ENTRIES = 1_000_000
 """Files and folders of a task, where what links lead to counts each time."""
 
-_READ = ("instruction.md", "trajectory.json", "tests/test.sh", "tests/test.bat")
-_READ += ("tests/Dockerfile", "tests/docker-compose.yaml")
-_READ += ("solution/solve.sh", "solution/solve.bat", "workdir/setup.sh")
-_READ_ONCE = ("task.toml", "environment/Dockerfile", "environment/docker-compose.yaml")
-_READ_ONCE += ("environment/.dockerignore", "environment/Dockerfile.dockerignore")
+_READ: tuple[str, ...] = (
+    *("instruction.md", "trajectory.json", "workdir/setup.sh"),
+    *("tests/test.sh", "tests/test.bat", "tests/Dockerfile", "tests/docker-compose.yaml"),
+    *("solution/solve.sh", "solution/solve.bat"),
+)
+"""Read of a task, or of each of its steps."""
+_READ_ONCE: tuple[str, ...] = (
+    *("task.toml", "environment/Dockerfile", "environment/docker-compose.yaml"),
+    *("environment/.dockerignore", "environment/Dockerfile.dockerignore"),
+)
 _RULES = ".harborignore"
 
 

@@ -7,15 +7,11 @@ when it has ended. A trial with the first and without the second was running whe
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import orjson
-
-from miles_core.agent_server.atomic import write_file
 from miles_core.agent_server.hiding import hide, secrets_of, without
 from miles_core.agent_server.protocol import (
     Phase,
@@ -23,12 +19,12 @@ from miles_core.agent_server.protocol import (
     TrialResult,
     TrialState,
     TrialStatus,
-    valid_id,
 )
 from miles_core.agent_server.queueing import QueueEstimate
 from miles_core.agent_server.runner import Runner
 from miles_core.agent_server.same_trial import TrialConflict, differing, digests
 from miles_core.agent_server.tasks import one_line
+from miles_core.agent_server.trials_dir import TrialsDir
 from miles_core.verdicts import Cause, Verdict
 
 LEASE_CHECK_S = 0.5
@@ -69,32 +65,29 @@ class TrialManager:
 
     def __init__(self, runner: Runner, trials_dir: Path, capacity: int) -> None:
         self._runner = runner
-        self._dir = trials_dir
+        self._kept = TrialsDir(trials_dir)
         self.capacity = capacity
         self._slots = asyncio.Semaphore(capacity)
         self._live: dict[str, Record] = {}
-        self._unkept: dict[str, TrialResult] = {}
-        """Results of trials that have ended, which could not be written yet."""
-        self._told_of_disk = False
         self._queue = QueueEstimate(capacity)
         self._leases: asyncio.Task[None] | None = None
         self.stopping = asyncio.Event()
         self.watchers: list[Callable[[Record], None]] = []
         """Called with each trial that has ended, after its result was kept."""
+        self.given: list[Callable[[str], None]] = []
+        """Called with the id of a trial whose result a client is given."""
 
     # ---- life of the server --------------------------------------------------------
 
     def open(self) -> list[str]:
         """Start. Trials that an earlier process left unfinished end here; returns their ids."""
-        self._dir.mkdir(parents=True, exist_ok=True)
-        lost = []
-        for directory in self._directories():
-            if (directory / "started.json").exists() and not (directory / "result.json").exists():
-                verdict = Verdict.no_verdict(
-                    Cause.SERVER_RESTARTED, "the agent server ended while the trial was running"
-                )
-                self._write(TrialResult.of(directory.name, verdict))
-                lost.append(directory.name)
+        self._kept.open()
+        lost = list(self._kept.unfinished())
+        for trial_id in lost:
+            verdict = Verdict.no_verdict(
+                Cause.SERVER_RESTARTED, "the agent server ended while the trial was running"
+            )
+            self._kept.keep(TrialResult.of(trial_id, verdict))
         self._leases = asyncio.create_task(self._watch_leases(), name="leases")
         return lost
 
@@ -109,18 +102,19 @@ class TrialManager:
         if tasks:
             await asyncio.wait(tasks, timeout=CANCEL_WAIT_S)
 
-    def _directories(self) -> Iterator[Path]:
-        for entry in self._dir.iterdir():
-            if entry.is_dir() and valid_id(entry.name):
-                yield entry
+    def problem(self) -> str | None:
+        """Why no trial can be kept any more; None while they can."""
+        return self._kept.problem()
 
     # ---- what the routes call ------------------------------------------------------
 
     def start(self, trial_id: str, request: TrialRequest) -> TrialStatus:
-        """Start a trial, or join the one of this id. Raises QueueFull and TrialConflict."""
+        """Start a trial, or join that of this id. Raises QueueFull, TrialConflict or CannotKeep."""
         asked = digests(trial_id, request)
-        if self._knows(trial_id):
-            fields = differing(self._digests(trial_id), asked)
+        live = self._live.get(trial_id)
+        if live is not None or self._kept.knows(trial_id):
+            known = live.digests if live is not None else self._kept.digests(trial_id)
+            fields = differing(known, asked)
             if fields:
                 raise TrialConflict(trial_id, fields)
             return self.status(trial_id)
@@ -136,7 +130,7 @@ class TrialManager:
             "request": request.model_dump(include=SHOWN, exclude_none=True),
             "digests": asked,
         }
-        write_file(self._dir / trial_id / "started.json", orjson.dumps(started))
+        self._kept.begin(trial_id, started)
         self._live[trial_id] = record
         record.task = asyncio.create_task(self._run(record), name=f"trial-{trial_id}")
         record.task.add_done_callback(lambda task: self._ended(record))
@@ -208,12 +202,17 @@ class TrialManager:
         """The life of one trial: it always ends with a result."""
         secrets = secrets_of(record.request)
         try:
-            record.result = without(await self._verdict(record), secrets)
+            result = await self._verdict(record)
+            problem = self._kept.problem(record.trial_id)
+            if problem:  # what the verifier wrote may be lost: no grade can be taken
+                verdict = Verdict.no_verdict(Cause.INTERNAL_ERROR, problem)
+                result = TrialResult.of(record.trial_id, verdict)
+            record.result = without(result, secrets)
         except asyncio.CancelledError:
             pass  # _ended knows why
         finally:
             if secrets:
-                await asyncio.to_thread(hide, self._dir / record.trial_id / "harbor", secrets)
+                await asyncio.to_thread(hide, self._kept.root / record.trial_id / "harbor", secrets)
 
     async def _verdict(self, record: Record) -> TrialResult:
         """Run a trial when it has its turn."""
@@ -238,25 +237,11 @@ class TrialManager:
             verdict = Verdict.no_verdict(record.end_cause or Cause.CANCELLED, record.end_detail)
             record.result = TrialResult.of(record.trial_id, verdict)
         record.phase = Phase.ENDED
-        self._unkept[record.trial_id] = record.result
-        self._keep()
+        self._kept.keep(record.result)
         record.ended.set()
         self._live.pop(record.trial_id, None)
         for watcher in self.watchers:
             watcher(record)
-
-    def _keep(self) -> None:
-        """Write the results that are not on the disk yet; a full disk may have room later."""
-        try:
-            for trial_id in list(self._unkept):
-                self._write(self._unkept[trial_id])
-                del self._unkept[trial_id]
-        except OSError as error:
-            if not self._told_of_disk:
-                print(f"results wait in memory: {self._dir}: {error}", file=sys.stderr, flush=True)
-            self._told_of_disk = True
-        else:
-            self._told_of_disk = False
 
     def _end(self, record: Record, cause: Cause, detail: str) -> None:
         if record.task is not None and record.end_cause is None and not record.ended.is_set():
@@ -266,42 +251,29 @@ class TrialManager:
     async def _watch_leases(self) -> None:
         while True:
             await asyncio.sleep(LEASE_CHECK_S)
-            self._keep()
+            self._kept.flush()
             now = time.monotonic()
             for record in list(self._live.values()):
                 lease = record.request.lease_s
                 if not record.waiting and now - record.renewed > lease:
                     self._end(record, Cause.LEASE_EXPIRED, f"not asked for in {lease:.0f} s")
 
-    def _knows(self, trial_id: str) -> bool:
-        if trial_id in self._live or trial_id in self._unkept:
-            return True
-        return (self._dir / trial_id / "result.json").exists()
-
-    def _digests(self, trial_id: str) -> dict[str, str]:
-        """Of the request that started a trial; of one that cannot be read there are none."""
-        record = self._live.get(trial_id)
-        if record is not None:
-            return record.digests
-        try:
-            started = orjson.loads((self._dir / trial_id / "started.json").read_bytes())
-            return dict(started["digests"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return {}
-
     def _find(self, trial_id: str) -> TrialStatus | None:
         record = self._live.get(trial_id)
         if record is not None:
             record.renewed = time.monotonic()
             return self._status(record)
-        result = self._unkept.get(trial_id)
-        if result is None:
-            path = self._dir / trial_id / "result.json"
-            if not path.exists():
-                return None
-            result = TrialResult.model_validate_json(path.read_bytes())
+        found = self._kept.result(trial_id)
+        if found is None:
+            return None
+        for tell in self.given:
+            tell(trial_id)
         return TrialStatus(
-            trial_id=trial_id, state=TrialState.ENDED, phase=Phase.ENDED, result=result
+            trial_id=trial_id,
+            state=TrialState.ENDED,
+            phase=Phase.ENDED,
+            age_s=round(found[1], 3),
+            result=found[0],
         )
 
     def _status(self, record: Record) -> TrialStatus:
@@ -320,10 +292,6 @@ class TrialManager:
             age_s=round(time.monotonic() - record.created, 3),
             result=record.result if state is TrialState.ENDED else None,
         )
-
-    def _write(self, result: TrialResult) -> None:
-        path = self._dir / result.trial_id / "result.json"
-        write_file(path, result.model_dump_json(indent=2).encode())
 
 
 async def _until_ended(records: list[Record]) -> None:

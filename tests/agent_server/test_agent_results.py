@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("harbor")
-from miles_core.agent_server import hiding, trials  # noqa: E402
+from miles_core.agent_server import hiding, trials, trials_dir  # noqa: E402
 from miles_core.agent_server.protocol import (  # noqa: E402
     AgentMetrics,
     Phase,
@@ -63,7 +63,7 @@ async def test_a_result_waits_in_memory_until_the_disk_takes_it(
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(data)
 
-    monkeypatch.setattr(trials, "write_file", write)
+    monkeypatch.setattr(trials_dir, "write_file", write)
     manager = opened(tmp_path)
     manager.start("one", REQUEST)
     status = await manager.wait("one", 10.0)
