@@ -12,6 +12,7 @@ pytest.importorskip("harbor")
 from agent_scripted_model import ScriptedModel, error, text  # noqa: E402
 from agent_server_helpers import Server, make_task  # noqa: E402
 
+from miles_core.agent_server.agents.terminus_parser import AnyAnswerParser  # noqa: E402
 from miles_core.agent_server.protocol import TrialResult  # noqa: E402
 from miles_core.verdicts import Cause, VerdictKind  # noqa: E402
 
@@ -150,6 +151,29 @@ def test_answers_that_are_no_actions(server: Server) -> None:
     assert (result.reward, result.verdict.cause) == (0.0, Cause.MALFORMED_ACTIONS)
     assert "parsing errors" in model.requests[1]["messages"][-1]["content"]
     assert result.exit_status == "RepeatedFormatError"
+
+
+@pytest.mark.parametrize(
+    ("commands", "told"),
+    [
+        ([{"keystrokes": "\ud800"}], "half a surrogate pair"),
+        ([{"keystrokes": "a\0b"}], "a NUL"),
+        ([{"keystrokes": "ls", "duration": float("nan")}], "no number"),
+        ("[" * 50_000, "cannot be read"),
+        ("9" * 5_000, "cannot be read"),
+    ],
+    ids=["surrogate", "nul", "nan", "deep", "digits"],
+)
+def test_keys_that_nobody_can_type_are_the_policys_mistake(commands: Any, told: str) -> None:
+    """They raise in Harbor's agent, and would end the trial without a verdict."""
+    from harbor.agents.terminus_2.terminus_json_plain_parser import TerminusJSONPlainParser
+
+    written = commands if isinstance(commands, str) else json.dumps(commands)
+    parser = AnyAnswerParser(TerminusJSONPlainParser())
+    result = parser.parse_response(f'{{"analysis": "a", "plan": "p", "commands": {written}}}')
+    assert told in result.error and result.commands == []
+    fine = parser.parse_response(keys("ls")["content"])
+    assert (fine.error, len(fine.commands)) == ("", 1)
 
 
 def test_an_answer_stays_as_it_came(server: Server) -> None:

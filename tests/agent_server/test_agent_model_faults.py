@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("harbor")
-from agent_scripted_model import DONE, Raw, ScriptedModel, bash, text  # noqa: E402
+from agent_scripted_model import DONE, Raw, ScriptedModel, bash, error, text  # noqa: E402
 from agent_server_helpers import Server, assert_no_verdict, make_task  # noqa: E402
 from harbor.models.agent.context import AgentContext  # noqa: E402
 
@@ -203,3 +203,18 @@ def test_outside_a_hanging_model_is_known_too(tmp_path: Path) -> None:
     job = asyncio.run(work_outside([FIRST[OUTSIDE], 6.0, bash(DONE)], tmp_path, 3.0))
     assert job.turns == 1
     assert job.outage is not None and "of the agent's 3 s" in job.outage
+
+
+@pytest.mark.parametrize("command", [5, ["ls"], "a\0b", "\ud800"])
+def test_outside_a_command_that_is_none_is_answered(tmp_path: Path, command: Any) -> None:
+    call = bash("")
+    call["tool_calls"][0]["function"]["arguments"] = json.dumps({"command": command})
+    last: list[dict[str, Any]] = []
+
+    def end(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        last.append(body["messages"][-1])
+        return error(400, "turn_limit")
+
+    job = asyncio.run(work_outside([call, end], tmp_path, 60.0))
+    assert (job.turns, job.failure, job.cause) == (1, None, Cause.TURN_LIMIT)
+    assert "error occurred" in last[0]["content"], last

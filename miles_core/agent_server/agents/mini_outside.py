@@ -103,6 +103,10 @@ def _command(line: bytes) -> dict[str, Any] | None:
 async def _execute(environment: BaseEnvironment, event: dict[str, Any]) -> dict[str, Any]:
     """Run one command, with what it left in its process group when its time is up."""
     limit = int(event["timeout"])
+    problem = _no_command(event["command"])
+    if problem is not None:
+        told = f"An error occurred while executing the command: {problem}"
+        return {"output": "", "returncode": -1, "exception_info": told}
     command = shlex.quote(event["command"])
     bounded = (
         f"if command -v timeout >/dev/null 2>&1; then exec timeout -s KILL {limit} "
@@ -119,6 +123,15 @@ async def _execute(environment: BaseEnvironment, event: dict[str, Any]) -> dict[
         told = f"An error occurred while executing the command: it timed out after {limit} seconds"
         return {**output, "returncode": -1, "exception_info": told}
     return output
+
+
+def _no_command(value: Any) -> str | None:
+    """Why no shell takes this as a command: what the policy wrote may be anything."""
+    if not isinstance(value, str):
+        return "it is not text"
+    if "\0" in value or any("\ud800" <= one <= "\udfff" for one in value):
+        return "it has a NUL or half a surrogate pair"
+    return None
 
 
 async def _system(environment: BaseEnvironment) -> dict[str, str]:

@@ -14,6 +14,7 @@ from miles_core.agent_server.agents.job import JOBS, AgentFailed
 from miles_core.agent_server.agents.leftovers import running
 from miles_core.agent_server.agents.session_model import PolicyStopped, SessionModel
 from miles_core.agent_server.agents.terminus_class import import_terminus
+from miles_core.agent_server.agents.terminus_parser import AnyAnswerParser
 from miles_core.agent_server.sandbox.environment import BubblewrapEnvironment
 from miles_core.agent_server.sandbox.errors import SandboxError
 from miles_core.verdicts import Cause
@@ -52,6 +53,10 @@ class Terminus(Terminus2):
     @override
     def _init_llm(self, *args: Any, **kwargs: Any) -> SessionModel:
         return SessionModel(self._job)
+
+    @override
+    def _get_parser(self) -> AnyAnswerParser:
+        return AnyAnswerParser(super()._get_parser())
 
     @override
     async def setup(self, environment: BaseEnvironment) -> None:
