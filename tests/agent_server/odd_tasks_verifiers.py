@@ -110,8 +110,8 @@ TESTS = {
         quick=True,
     ),
     "remove-all": Odd(
-        both(Cause.VERIFIER_FAILED),
-        "tests that remove the programs",
+        SOLVED,
+        "tests that remove the programs after their reward, which is read without one",
         tests(graded(after="rm -rf /usr/bin /bin 2>/dev/null")),
     ),
     "folder-tests": Odd(
