@@ -19,7 +19,9 @@ MINI = "mini-swe-agent"
 REWARD = "/logs/verifier/reward.txt"
 HONEST = "echo 42 > /app/answer.txt"
 USERS = {"root": TOML, "nobody": TOML.replace("[agent]\n", '[agent]\nuser = "nobody"\n')}
-SEPARATE = TOML.replace("[verifier]\n", '[verifier]\nenvironment_mode = "separate"\n')
+SEPARATE = 'artifacts = ["/app"]\n' + TOML.replace(
+    "[verifier]\n", '[verifier]\nenvironment_mode = "separate"\n'
+)
 OPEN_APP = "FROM debian:12-slim\nWORKDIR /app\nRUN chmod 777 /app\n"
 SLOW = f"{CHECK.replace('if ', 'sleep 0.5; if ')}sleep 0.5\n"
 """A verifier that leaves time before and after it writes the reward."""
@@ -113,14 +115,7 @@ FORGES = {
     ),
 }
 
-# Each makes a program that the verifier runs write the reward.
-REPLACED = {
-    "bash": "mv /usr/bin/bash /usr/bin/bash.real && printf '#!/usr/bin/bash.real\\n"
-    f"echo 1 > {REWARD}\\n' > /usr/bin/bash && chmod 755 /usr/bin/bash",
-    "cat": "rm -f /usr/bin/cat && printf '#!/bin/sh\\necho 42\\n' > /usr/bin/cat "
-    "&& chmod 755 /usr/bin/cat",
-    "path": "printf '#!/bin/sh\\necho 42\\n' > /usr/local/bin/cat && chmod 755 /usr/local/bin/cat",
-    "preload": """cat > /tmp/p.c <<'END'
+LIBRARY = """cat > /tmp/p.c <<'END'
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -130,8 +125,40 @@ __attribute__((constructor)) void forge(void) {
   if (strcmp(program_invocation_short_name, "cat") == 0) { puts("42"); exit(0); }
 }
 END
-gcc -D_GNU_SOURCE -shared -fPIC -o /usr/lib/p.so /tmp/p.c &&
-echo /usr/lib/p.so > /etc/ld.so.preload""",
+gcc -D_GNU_SOURCE -shared -fPIC -o /usr/lib/p.so /tmp/p.c"""
+"""Makes a library with which each `cat` prints the answer."""
+LISTS = "echo /usr/lib/p.so > /etc/ld.so.preload"
+
+# Each makes a program that the verifier runs write the reward.
+REPLACED = {
+    "bash": "mv /usr/bin/bash /usr/bin/bash.real && printf '#!/usr/bin/bash.real\\n"
+    f"echo 1 > {REWARD}\\n' > /usr/bin/bash && chmod 755 /usr/bin/bash",
+    "cat": "rm -f /usr/bin/cat && printf '#!/bin/sh\\necho 42\\n' > /usr/bin/cat "
+    "&& chmod 755 /usr/bin/cat",
+    "path": "printf '#!/bin/sh\\necho 42\\n' > /usr/local/bin/cat && chmod 755 /usr/local/bin/cat",
+    "preload": f"{LIBRARY} && {LISTS}",
+}
+
+SETS = "for f in /etc/environment /etc/profile /root/.bashrc /root/.profile /etc/bash.bashrc"
+
+# Each has the loader of programs take that library into those of the verifier.
+LOADS = {
+    "file": LISTS,
+    "link": "echo /usr/lib/p.so > /tmp/l; ln -s /tmp/l /etc/ld.so.preload",
+    "folder": "mkdir /tmp/etc && cp -a /etc/. /tmp/etc && mv /etc /old && ln -s /tmp/etc /etc; "
+    + LISTS,
+    "variable": f"{SETS}; do echo export LD_PRELOAD=/usr/lib/p.so >> $f; done; "
+    "export LD_PRELOAD=/usr/lib/p.so BASH_ENV=/etc/profile",
+    "during": endless(LISTS),
+    "swap": endless(
+        "echo /usr/lib/p.so > /tmp/l; rm -f /etc/ld.so.preload; mv /tmp/l /etc/ld.so.preload"
+    ),
+    "folders": endless(
+        f"cp -a /etc /etc.$$; mv /etc /old.$RANDOM; mv /etc.$$ /etc; {LISTS}; sleep 0.02"
+    ),
+    "proc": endless(
+        "for p in /proc/[0-9]*; do echo /usr/lib/p.so > $p/root/etc/ld.so.preload; done"
+    ),
 }
 
 SYSTEM_CALLS = """

@@ -19,6 +19,8 @@ pytest.importorskip("harbor")
 from agent_attacks import (  # noqa: E402
     FORGES,
     HONEST,
+    LIBRARY,
+    LOADS,
     MINI,
     OPEN_APP,
     REPLACED,
@@ -257,12 +259,42 @@ def test_replaced_programs_forge_nothing_in_a_separate_verifier(
     result, (replaced,) = attack(server, "separate", REPLACED[kind])
     assert replaced.split()[0] == "0", replaced
     assert_graded(result, 0.0)
+    result, _ = attack(server, "separate", HONEST, REPLACED[kind])
+    assert_graded(result, 1.0)
 
 
 @pytest.mark.parametrize("kind", slow_but("preload", of=REPLACED))
 def test_other_users_than_root_replace_nothing(server: Server, kind: str) -> None:
     result, _ = attack(server, "by-nobody", REPLACED[kind])
     assert_graded(result, 0.0)
+
+
+@pytest.mark.parametrize("kind", slow_but("file", "during", "folder", of=LOADS))
+def test_a_library_of_the_agents_is_not_loaded_into_the_verifier(server: Server, kind: str) -> None:
+    result, seen = attack(server, "by-root", LIBRARY, LOADS[kind])
+    assert seen[0].split()[0] == "0", seen
+    assert_graded(result, 0.0)
+
+
+OWN_LIBRARY = """FROM debian:12-slim
+WORKDIR /app
+RUN printf '__attribute__((constructor)) void f(void) {}' > /tmp/o.c \\
+    && gcc -shared -fPIC -o /usr/lib/own.so /tmp/o.c && echo /usr/lib/own.so > /etc/ld.so.preload
+"""
+LOADED = """#!/bin/bash
+grep -q own.so /proc/self/maps && ! grep -q /p.so /proc/self/maps && r=1 || r=0
+touch /etc/new && sed -i s/localhost/elsewhere/ /etc/hosts && id nobody || r=0
+echo $r > /logs/verifier/reward.txt
+"""
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["alone", "beside a process"])
+def test_a_library_of_the_images_is_loaded(server: Server, tasks: Path, left: bool) -> None:
+    """And the verifier can still write to /etc and replace what is there."""
+    make_task(tasks, "own-library", dockerfile=OWN_LIBRARY, test=LOADED)
+    forge = LOADS["during"] if left else LOADS["file"]
+    result, _ = attack(server, "own-library", LIBRARY, forge)
+    assert_graded(result, 1.0)
 
 
 # The agent's own program.

@@ -32,7 +32,7 @@ def used() -> tuple[int, int]:
 async def use(box: Box) -> None:
     await box.start()
     await box.run(["sh", "-c", "(setsid sleep 300 &); sleep 0.02"])
-    await box.seclude({"/logs/verifier": 0o777, "/tests": 0o755}, ("/logs",))
+    await box.seclude({"/logs/verifier": 0o777, "/tests": 0o755}, ("/logs",), {})
     await box.run(["sleep", "300"], timeout_s=0.05)
 
 

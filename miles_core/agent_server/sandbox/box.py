@@ -21,7 +21,7 @@ from miles_core.agent_server.sandbox.holder import Holder
 from miles_core.agent_server.sandbox.layers import Root
 from miles_core.agent_server.sandbox.network import Network
 from miles_core.agent_server.sandbox.privileges import taken_on
-from miles_core.agent_server.sandbox.secluded import make_mounts
+from miles_core.agent_server.sandbox.secluded import make_mounts, text_of
 from miles_core.agent_server.sandbox.streams import DRAIN_S, OUTPUT_LIMIT, Completed, pipes
 
 NOT_STARTED = 126
@@ -180,19 +180,26 @@ class Box:
             raise SandboxGone("the sandbox is gone")
         return await helper.enter(self.name, pid, self._cgroups)
 
-    async def seclude(self, places: dict[str, int], restored: tuple[str, ...]) -> None:
+    def text_of(self, path: str) -> str:
+        """What is in a file, without a process inside; empty where there is no such file."""
+        return "" if self.pid is None else text_of(self.pid, path)
+
+    async def seclude(
+        self, places: dict[str, int], restored: tuple[str, ...], files: dict[str, str]
+    ) -> None:
         """Show all further commands an empty folder, of a given mode, at each of `places`.
 
         No earlier process sees what is written there, and none can reach it through /proc: for
         that it would need every capability of the later ones (ptrace(2), access mode checking).
         While there are such processes, the later ones have a root directory of their own.
-        Each of `restored` is made a folder for everybody first, in the sight of all. All of the
-        limits is free for them, whatever has been used up.
+        Each of `restored` is made a folder for everybody first, in the sight of all. Each of
+        `files` has its text, and is none where that is empty. All of the limits is free for the
+        later commands, whatever has been used up.
         """
         self.rejoin()
         self._have_room()
         spawner, size_mb = await self._present(), self.settings.disk_mb
-        self._mounts = await make_mounts(spawner, places, size_mb, list(restored))
+        self._mounts = await make_mounts(spawner, places, size_mb, list(restored), files)
 
     def _have_room(self) -> None:
         """Give later commands cgroups of their own if an earlier one has left something running."""

@@ -21,6 +21,8 @@ from miles_core.agent_server.sandbox.host import HOSTS, LOG_FOLDERS, VERIFIER_LO
 from miles_core.agent_server.sandbox.images import Image
 
 TESTS = "/tests"
+PRELOAD = "/etc/ld.so.preload"
+"""Libraries that are loaded into every program (ld.so(8))."""
 
 
 class BubblewrapEnvironment(BaseEnvironment):
@@ -36,6 +38,8 @@ class BubblewrapEnvironment(BaseEnvironment):
         self._box: Box | None = None
         self.image = ImageState()
         self._image: Image | None = None
+        self.own_files: dict[str, str] = {}
+        """What a verifier finds in files whatever the agent wrote; empty for one that is not."""
         super().__init__(*args, **kwargs)
         self._host.opened(self)
 
@@ -103,6 +107,7 @@ class BubblewrapEnvironment(BaseEnvironment):
         if entrypoint.is_run(self.image.entrypoint):
             await self._start_entrypoint(started_in)
         await self._upload_environment_dir_after_start()
+        self.own_files = {PRELOAD: self._box.text_of(PRELOAD)}
 
     async def _start_entrypoint(self, workdir: str) -> None:
         account = await self._account(self.image.user)

@@ -168,7 +168,8 @@ class SandboxHost:
                 continue
             environment.box.rejoin()
             if phase is Phase.VERIFIER:
-                await environment.box.seclude(environment.verifier_places(), LOG_FOLDERS)
+                places, files = environment.verifier_places(), environment.own_files
+                await environment.box.seclude(places, LOG_FOLDERS, files)
 
     def space(self) -> dict[str, int | None]:
         """Bytes that the sandboxes of the trial used, all together; None where nothing tells."""
