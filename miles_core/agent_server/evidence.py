@@ -1,4 +1,5 @@
-"""Signs that a verifier could not do its work: no network, no test runner, no package.
+"""Signs that a verifier could not do its work: a script that does not start, no network, no test
+runner, no package.
 
 Such a verifier often still writes a reward, and that is always too low. A reward below 1 is not
 taken from a trial with one of these signs.
@@ -57,6 +58,10 @@ def no_grade(task_dir: Path, trial_dir: Path, names: list[str] | None) -> str | 
     `names` are those that were looked up while the verifier ran; None says that the task declares
     that it needs no network, so that nothing which a verifier misses there spoils a grade.
     """
+    script = _unreadable(task_dir)
+    if script is not None:
+        said = last_words(trial_dir)
+        return f"{script} cannot be run: its lines end with CR LF, not LF" + (said and f"; {said}")
     if names:
         looks = f"the verifier looks for {', '.join(names[:5])}, and the sandbox has no network"
         return f"{looks}; {DECLARE}"
@@ -71,6 +76,17 @@ def no_grade(task_dir: Path, trial_dir: Path, names: list[str] | None) -> str | 
         for found in NO_MODULE.finditer(output):
             if _is_the_tests_need(found.group(1), task_dir):
                 return f"the verifier needs a package: {_line(output, found)}"
+    return None
+
+
+def _unreadable(task_dir: Path) -> str | None:
+    """The script of a verifier whose interpreter is not found, for its name would end with CR."""
+    for path in [task_dir / "tests/test.sh", *sorted(task_dir.glob("steps/*/tests/test.sh"))]:
+        if path.is_file():
+            with path.open("rb") as file:
+                first = file.readline(READ_LIMIT)
+            if first.startswith(b"#!") and first.endswith(b"\r\n"):
+                return str(path.relative_to(task_dir))
     return None
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("harbor")
-from agent_server_helpers import SOLVE, Server, make_task  # noqa: E402
+from agent_server_helpers import CHECK, SOLVE, TOML, Server, make_task  # noqa: E402
 
 from miles_core.agent_server.sandbox import accounts, lookups  # noqa: E402
 from miles_core.agent_server.sandbox.errors import SandboxError  # noqa: E402
@@ -119,8 +120,19 @@ def test_network_of_the_build_and_of_the_solution(server: Server, tasks: Path) -
 
 def test_missing_reward_says_what_the_verifier_said(server: Server, tasks: Path) -> None:
     make_task(tasks, "crlf", test="#!/bin/bash\r\ntrue\r\n")
+    step = TOML + '[[steps]]\nname = "a"\n[[steps]]\nname = "b"\n'
+    steps = make_task(tasks, "crlf-step", toml=step)
+    for name in ("a", "b"):
+        script = CHECK if name == "a" else CHECK.replace("\n", "\r\n")
+        for path, text in (("instruction.md", "Do it."), ("tests/test.sh", script)):
+            (steps / "steps" / name / path).parent.mkdir(parents=True, exist_ok=True)
+            (steps / "steps" / name / path).write_bytes(text.encode())
+    assert "; steps/b/tests/test.sh cannot be run" in server.run("crlf-step", "nop").verdict.detail
     make_task(tasks, "gives-up", test="#!/bin/bash\necho the database is broken\nexit 3\n")
-    assert "required file not found" in server.run("crlf").verdict.detail
+    verdict = server.run("crlf").verdict
+    assert verdict.cause is Cause.REWARD_MISSING
+    words = "tests/test.sh cannot be run: its lines end with CR LF, not LF; .*file not found"
+    assert re.search(words, verdict.detail), verdict.detail
     broken = server.run("gives-up").verdict
     assert broken.cause is Cause.REWARD_MISSING and "the database is broken" in broken.detail
 
