@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -255,9 +256,19 @@ def test_a_trial_that_is_no_longer_kept_leaves_the_list(tmp_path: Path, tasks: P
         server.until_loaded()
         for name in ("one", "two", "three"):
             end(server, name, "answer", "nop")
+        assert server.ids() == ["three", "two", "one"]
+        server.stop()
+        for age, name in enumerate(("three", "two", "one"), 1):  # for a client may miss none
+            past = time.time() - 3600 * age
+            os.utime(server.trials / name / "result.json", (past, past))
+        server.start()
+        server.until_loaded()
         assert server.ids() == ["three", "two"]
+        end(server, "four", "answer", "nop")
+        assert server.ids() == ["four", "three"]
         assert server.get("/api/overview")["ended"] == 2
         assert server.get("/api/tasks")["tasks"][0]["ended"] == 2
-        assert server.ask("/api/trials/one").status_code == 404
+        for name in ("one", "two"):
+            assert server.ask(f"/api/trials/{name}").status_code == 404
     finally:
         server.stop()

@@ -131,12 +131,12 @@ def test_queue_and_idempotence(pair: Server) -> None:
         assert (fourth.state, fourth.queue_position) == ("queued", 1)
         health = await client.health()
         assert (health.running, health.queued, health.capacity) == (2, 2, 2)
-        again = await client.start("q3", request("answer"))
+        again = await client.start("q3", request(lease_s=77))
         assert again.state == "queued"
         for name in ("q4", "q3", "q2", "q1"):
             assert (await client.cancel(name)).result.verdict.cause is Cause.CANCELLED
         done = await client.run("q5", request("answer"), 60)
-        joined = await client.start("q5", request("long"))
+        joined = await client.start("q5", request("answer", deadline_s=1))
         assert joined.result == done and done.reward == 1.0
 
     pair.call(use)
