@@ -43,8 +43,9 @@ def daemon(name: str) -> str:
     return f"setsid sh -c 'while :; do sleep 1; done # name={name}' >/dev/null 2>&1 </dev/null &"
 
 
-def typed(line: str) -> dict[str, Any]:
-    commands = [{"keystrokes": line + "\n", "duration": 0.2}]
+def typed(line: str, wait: float = 0.2) -> dict[str, Any]:
+    """An answer that types a line, and waits for `wait` seconds."""
+    commands = [{"keystrokes": line + "\n", "duration": wait}]
     return text(json.dumps({"analysis": "", "plan": "", "commands": commands}))
 
 
@@ -68,8 +69,10 @@ retries = 2
 def test_nothing_of_an_agent_out_of_time_is_beside_the_verifier(
     server: Server, hasty: str, agent: str
 ) -> None:
-    answer = bash if agent == "mini-swe-agent" else typed
-    model = ScriptedModel([answer(FORGER), answer(f"{daemon('left')} sleep 60"), 60.0, text("")])
+    last = f"{daemon('left')} sleep 60"
+    is_mini = agent == "mini-swe-agent"
+    script = [bash(FORGER), bash(last)] if is_mini else [typed(FORGER), typed(last, 60.0)]
+    model = ScriptedModel(script)
     try:
         result = server.run(hasty, agent, base_url=model.url)
     finally:

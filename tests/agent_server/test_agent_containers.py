@@ -79,8 +79,9 @@ def server(variables: dict[str, str], tmp_path_factory: pytest.TempPathFactory) 
     made.stop()
 
 
-def typed(line: str) -> dict[str, Any]:
-    commands = [{"keystrokes": line + "\n", "duration": 0.3}]
+def typed(line: str, wait: float = 0.3) -> dict[str, Any]:
+    """An answer that types a line, and waits for `wait` seconds."""
+    commands = [{"keystrokes": line + "\n", "duration": wait}]
     return text(json.dumps({"analysis": "", "plan": "", "commands": commands}))
 
 
@@ -177,10 +178,10 @@ def test_nothing_of_an_agent_out_of_time_is_beside_the_verifier(server: Server, 
     make_task(
         server.tasks, "hasty", dockerfile=DOCKERFILE, test=LISTED, toml=TOML + HEALTH, agent_s=8.0
     )
-    answer = bash if agent == "mini-swe-agent" else typed
-    model = ScriptedModel(
-        [answer(FORGER), answer(f"{DAEMON.format('left')} sleep 600"), 60.0, text("")]
-    )
+    last = f"{DAEMON.format('left')} sleep 600"
+    is_mini = agent == "mini-swe-agent"
+    script = [bash(FORGER), bash(last)] if is_mini else [typed(FORGER), typed(last, 60.0)]
+    model = ScriptedModel(script)
     try:
         result = server.run("hasty", agent, base_url=model.url)
     finally:
