@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import signal
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -139,7 +140,14 @@ def test_many_trials_leave_memory_files_and_disk_as_they_were(tmp_path: Path) ->
             await asyncio.gather(*(one(number) for number in range(count)))
 
     def used() -> tuple[int, int, int]:
-        """MiB and open files of the server and its helpers, entries under its trials directory."""
+        """MiB and open files of the server and its helpers, entries under its trials directory
+        when it has removed what is too much."""
+        end = time.monotonic() + 120
+        while len(list(server.trials.glob("*/result.json"))) > 50 or list(
+            server.trials.glob(".removed-*")
+        ):
+            assert time.monotonic() < end, "ended trials are not removed"
+            time.sleep(0.5)
         memory = files = 0
         for pid in (server.pid, *descendants(server.pid)):
             status = Path(f"/proc/{pid}/status").read_text()
