@@ -56,6 +56,7 @@ ADD root.tar /
 ENV WHO=image
 WORKDIR /app
 RUN echo 42 > /app/base.txt && cat /proc/sys/kernel/random/uuid > /app/id
+ENTRYPOINT ["sh", "-c", "echo started > /app/started; exec \\"$@\\"", "x"]
 """
 
 APPLETS = (
@@ -111,7 +112,9 @@ def test_images_of_a_builder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pr
         tasks,
         "foreign",
         dockerfile=FOREIGN,
-        test=SAY.format("cat /app/id; cat /app/answer.txt; echo $WHO; ls /lib /usr 2>&1"),
+        test=SAY.format(
+            "cat /app/id; cat /app/answer.txt; echo $WHO; cat /app/started; ls /lib /usr 2>&1"
+        ),
     )
     foreign_root(task / "environment/root.tar")
     local = [program, "build", "--isolation", "chroot", "-t", "localhost/made:1"]
@@ -127,9 +130,9 @@ def test_images_of_a_builder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pr
     server = Server(tmp_path, tasks, "--images", program)
     try:
         first = said(server, "foreign", "oracle")
-        assert first.splitlines()[1:3] == ["42", "image"] and "libc" not in first
+        assert first.splitlines()[1:4] == ["42", "image", "started"] and "libc" not in first
         assert said(server, "foreign", "oracle") == first
-        assert said(server, "local").split() == ["base.txt", "id"]
+        assert said(server, "local").split() == ["base.txt", "id", "started"]
         states = [json.loads((image / "image.json").read_text()) for image in kept(server)]
         assert [(one["whole"], one["state"]["env"]["WHO"]) for one in states] == [
             (True, "image")
