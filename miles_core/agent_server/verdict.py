@@ -26,6 +26,7 @@ BY_EXCEPTION = {
     "EnvironmentStartTimeoutError": Cause.SANDBOX_FAILED,
     "SandboxUnsupported": Cause.SANDBOX_UNSUPPORTED,
     "DockerfileInvalid": Cause.TASK_INVALID,
+    "TaskProblem": Cause.TASK_INVALID,
     "SandboxError": Cause.SANDBOX_FAILED,
     "SandboxGone": Cause.SANDBOX_FAILED,
     "SandboxBuildFailedError": Cause.SANDBOX_FAILED,

@@ -9,6 +9,7 @@ from agent_server_helpers import CHECK, SOLVE
 from odd_tasks_kinds import (
     BAD_REWARD,
     BASH,
+    INVALID,
     NO_REWARD,
     OLD,
     PASSED,
@@ -115,7 +116,7 @@ TESTS = {
         tests(graded(after="rm -rf /usr/bin /bin 2>/dev/null")),
     ),
     "folder-tests": Odd(
-        NO_REWARD,
+        INVALID,
         "test.sh is a folder",
         {"tests/test.sh": None, "tests/test.sh/keep": ""},
     ),
