@@ -110,6 +110,7 @@ def _drive(config: MilesConfig) -> int:
     if owner is not None:
         raise RunLocked(run.path, owner)
     if fold(read(run.journal)).completed(config.rollout.num_rollout):
+        local_client.stop(run)  # it may have come to its end after its flow was killed
         print(f"{run.path.name} is complete: more steps are asked for with --num-rollout")
     else:
         signal.signal(signal.SIGTERM, _terminated)

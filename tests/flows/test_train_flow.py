@@ -104,6 +104,21 @@ def test_the_same_command_after_a_kill_goes_on_with_the_run(person: Person) -> N
     assert not (run / "STOP").exists()
 
 
+def test_a_run_that_was_completed_without_its_flow_leaves_nothing_to_the_next_command(
+    person: Person,
+) -> None:
+    plan(person, steps=3, seconds=1.0)
+    first = person.trains("--run-name", "alone")
+    wait_for(lambda: len(steps(person)) >= 1)
+    first.kill()
+    first.wait()
+    wait_for(lambda: len(steps(person)) == 3)
+    second = person.trains("--run-name", "alone")
+    output, _ = second.communicate(timeout=300)
+    assert second.returncode == 0 and steps(person) == [0, 1, 2], output
+    assert not person.left()
+
+
 def test_a_crashed_job_is_tried_again_by_the_flow(person: Person) -> None:
     plan(person, steps=3, seconds=0.2, crash_at={"1": 1})
     child = person.trains()
