@@ -143,6 +143,7 @@ def train_agent(config: MilesConfig) -> Any:
         with _signals_cancel(run):
             logger.info("run directory: %s", run.path)
             if fold(read(run.journal)).completed(config.rollout.num_rollout):
+                _end(run, "completed", "")  # it may have come here while its flow was dead
                 return str(run.path)
             # A signal that ends this process alone is no Exception: the Ray job goes on.
             try:
