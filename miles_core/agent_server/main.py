@@ -201,17 +201,9 @@ async def _serve(
         await asyncio.sleep(0.01)
     if args.parent_pid is not None:
         watch_parent(args.parent_pid, lambda: loop.call_soon_threadsafe(stop.set))
-    host, port = listener.getsockname()[:2]
-    unready = None
-    try:
-        if args.ready_file is not None:
-            write_ready_file(args.ready_file, host, port)
-    except UserError as error:
-        unready = error
+    unready = _announce(args, listener, dashboard, settings.sandbox.name)
+    if unready is not None:
         stop.set()
-    print(f"agent server on {url_of(host, port)}, sandbox {settings.sandbox.name}", flush=True)
-    if dashboard is not None:
-        print(f"dashboard on {url_of(*dashboard.getsockname()[:2])}/", flush=True)
     await asyncio.wait(
         [asyncio.create_task(stop.wait()), *serving], return_when=asyncio.FIRST_COMPLETED
     )
@@ -224,6 +216,22 @@ async def _serve(
     runner.close()
     if unready is not None:
         raise unready
+
+
+def _announce(
+    args: argparse.Namespace, listener: socket.socket, dashboard: socket.socket | None, sandbox: str
+) -> UserError | None:
+    """Tell where the server serves; the error when the ready file cannot be written."""
+    host, port = listener.getsockname()[:2]
+    try:
+        if args.ready_file is not None:
+            write_ready_file(args.ready_file, host, port)
+    except UserError as error:
+        return error
+    print(f"agent server on {url_of(host, port)}, sandbox {sandbox}", flush=True)
+    if dashboard is not None:
+        print(f"dashboard on {url_of(*dashboard.getsockname()[:2])}/", flush=True)
+    return None
 
 
 def _server(uvicorn: Any, app: Any) -> Any:
