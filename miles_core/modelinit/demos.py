@@ -19,7 +19,7 @@ from typing import Any
 import jinja2
 
 from miles_core.errors import UserError
-from miles_core.sessions.families import ChatFamily
+from miles_core.sessions.families.family import ChatFamily
 
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 _CONSONANTS = "bdfgklmnprstvz"

@@ -48,7 +48,7 @@ class ModelInfo:
 def recipe_fingerprint(recipe: Recipe) -> str:
     """Of the recipe, the tasks, the prompts, and the code that makes demonstrations of them."""
     import miles_core.modelinit
-    import miles_core.sessions.families as families
+    import miles_core.sessions.families.family as families
 
     values = recipe.model_dump(mode="json", exclude={"tasks_dir", "agent_config"})
     code = sorted(Path(miles_core.modelinit.__path__[0]).glob("*.py"))

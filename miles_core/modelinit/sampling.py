@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from miles_core.modelinit.demos import SUBMIT, Prompts, called_command
-from miles_core.sessions.families import ChatFamily
+from miles_core.sessions.families.family import ChatFamily
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,7 @@ from miles_core.modelinit.demos import DemoMaker, Prompts, fixed_words, read_pat
 from miles_core.modelinit.recipe import Recipe, Shape, load_recipe
 from miles_core.modelinit.sampling import success_rate
 from miles_core.modelinit.tokenizer import END_OF_TURN, PAD, write_tokenizer
-from miles_core.sessions.families import TEMPLATES, ChatFamily, load_family
+from miles_core.sessions.families.family import TEMPLATES, ChatFamily, load_family
 
 if TYPE_CHECKING:
     from miles_core.training.worker import TrainerWorker

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from miles_core.sessions.engine_call import ContextRefused, EngineCaller, EngineFailure
-from miles_core.sessions.families import ChatFamily
+from miles_core.sessions.families.family import ChatFamily
 from miles_core.sessions.messages import MessageError
 from miles_core.sessions.openai_api import ApiError, ChatRequest, completion, engine_sampling
 from miles_core.sessions.session import Place, Session, Turn

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant",
@@ -17,10 +17,14 @@ class MessageError(ValueError):
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call: `arguments` is the JSON object as Python, or the text when it is not JSON."""
+    """One call: `arguments` is the JSON object as Python, or the text when it is not JSON.
+
+    `id` ties a result to its call; it does not make two calls different.
+    """
 
     name: str
     arguments: Any
+    id: str = field(default="", compare=False)
 
     @property
     def arguments_json(self) -> str:
@@ -31,12 +35,18 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Message:
-    """A message with everything that a template or a comparison needs, and nothing else."""
+    """A message with everything that a template or a comparison needs, and nothing else.
+
+    Roles are `system`, `user`, `assistant` and `tool`. `tool_call_id` and `name` tell which call a
+    `tool` message answers, where the client says so.
+    """
 
     role: str
     content: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     reasoning_content: str = ""
+    tool_call_id: str = field(default="", compare=False)
+    name: str = field(default="", compare=False)
 
     def raw(self) -> dict[str, Any]:
         """The form that a checkpoint's own template expects: OpenAI's, arguments as an object."""
@@ -45,9 +55,15 @@ class Message:
             out["reasoning_content"] = self.reasoning_content
         if self.tool_calls:
             out["tool_calls"] = [
-                {"type": "function", "function": {"name": c.name, "arguments": c.arguments}}
-                for c in self.tool_calls
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in self.tool_calls
             ]
+        if self.role == "tool":
+            out |= {"tool_call_id": self.tool_call_id, "name": self.name}
         return out
 
     def same_as(self, other: Message) -> bool:
@@ -104,6 +120,7 @@ def _tool_call(call: Any, where: str) -> ToolCall:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise MessageError(f"{where}: a tool call needs function.name")
+    call_id = _text(call.get("id"))
     arguments = function.get("arguments")
     if arguments is None or arguments == "":
         arguments = {}
@@ -111,40 +128,43 @@ def _tool_call(call: Any, where: str) -> ToolCall:
         try:
             parsed = json.loads(arguments)
         except (ValueError, RecursionError):
-            return ToolCall(function["name"], clean_text(arguments))
+            return ToolCall(clean_text(function["name"]), clean_text(arguments), call_id)
         if isinstance(parsed, dict):
             arguments = parsed
-    return ToolCall(clean_text(function["name"]), arguments)
+    return ToolCall(clean_text(function["name"]), arguments, call_id)
+
+
+def _text(value: Any) -> str:
+    return clean_text(value) if isinstance(value, str) else ""
+
+
+def parse_message(item: Any, where: str) -> Message:
+    """One message as a client sends it; `where` names it in a `MessageError`."""
+    if isinstance(item, Message):
+        return item
+    if not isinstance(item, dict):
+        raise MessageError(f"{where} must be an object")
+    role = ROLES.get(str(item.get("role")))
+    if role is None:
+        raise MessageError(f"{where}: unknown role {item.get('role')!r}")
+    calls = item.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise MessageError(f"{where}: tool_calls must be a list")
+    return Message(
+        role,
+        _content(item.get("content"), where),
+        tuple(_tool_call(call, where) for call in calls),
+        _text(item.get("reasoning_content") or item.get("reasoning")),
+        _text(item.get("tool_call_id")),
+        _text(item.get("name")),
+    )
 
 
 def parse_messages(value: Any) -> list[Message]:
     """The messages of a request; raises `MessageError` for what no template can render."""
     if not isinstance(value, list) or not value:
         raise MessageError("messages must be a non-empty list")
-    out = []
-    for index, item in enumerate(value):
-        where = f"messages[{index}]"
-        if isinstance(item, Message):
-            out.append(item)
-            continue
-        if not isinstance(item, dict):
-            raise MessageError(f"{where} must be an object")
-        role = ROLES.get(str(item.get("role")))
-        if role is None:
-            raise MessageError(f"{where}: unknown role {item.get('role')!r}")
-        calls = item.get("tool_calls") or []
-        if not isinstance(calls, list):
-            raise MessageError(f"{where}: tool_calls must be a list")
-        reasoning = item.get("reasoning_content") or item.get("reasoning")
-        out.append(
-            Message(
-                role,
-                _content(item.get("content"), where),
-                tuple(_tool_call(call, where) for call in calls),
-                clean_text(reasoning) if isinstance(reasoning, str) else "",
-            )
-        )
-    return out
+    return [parse_message(item, f"messages[{index}]") for index, item in enumerate(value)]
 
 
 def starts_with(messages: Sequence[Message], recorded: Sequence[Message]) -> bool:

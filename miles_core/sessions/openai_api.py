@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from miles_core.sessions.families import openai_message
+from miles_core.sessions.families.family import openai_message
 from miles_core.sessions.messages import Message, MessageError, parse_messages
 
 # How our names differ from the engine's.

@@ -16,7 +16,7 @@ from miles_core.serving import Server, bind, exit_status
 from miles_core.sessions.app import SessionApp
 from miles_core.sessions.chat import ChatService
 from miles_core.sessions.engine_call import EngineCaller
-from miles_core.sessions.families import FAMILIES, load_family
+from miles_core.sessions.families.family import FAMILIES, load_family
 
 log = logging.getLogger("miles.sessions")
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from miles_core.sessions.families import ChatFamily, NotAppendOnly
+from miles_core.sessions.families.family import ChatFamily, NotAppendOnly
 from miles_core.sessions.messages import Message, starts_with
 from miles_core.sessions.protocol import EndReason, SessionRequest
 

@@ -8,7 +8,7 @@ import pytest
 
 from miles_core.modelinit.demos import DemoMaker, Prompts, fixed_words, read_patterns, words_of
 from miles_core.modelinit.tokenizer import write_tokenizer
-from miles_core.sessions.families import TEMPLATES, load_family
+from miles_core.sessions.families.family import TEMPLATES, load_family
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -9,7 +9,7 @@ import pytest
 from session_helpers import BASH, make_tokenizer
 
 from miles_core.errors import UserError
-from miles_core.sessions.families import NotAppendOnly, load_family
+from miles_core.sessions.families.family import NotAppendOnly, load_family
 from miles_core.sessions.hermes import parse_answer
 from miles_core.sessions.messages import MessageError, parse_messages
 

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from miles_core.sessions.families import ChatFamily, openai_message
+from miles_core.sessions.families.family import ChatFamily, openai_message
 from miles_core.sessions.messages import parse_messages
 from miles_core.sessions.protocol import SessionRequest
 from miles_core.sessions.samples import cut_samples

@@ -25,7 +25,7 @@ from session_helpers import (
 
 from miles_core.serving import EXIT_BUSY
 from miles_core.sessions.client import SessionClient
-from miles_core.sessions.families import ChatFamily
+from miles_core.sessions.families.family import ChatFamily
 
 USER = {"role": "user", "content": "list the files"}
 CALL = {

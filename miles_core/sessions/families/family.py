@@ -24,7 +24,7 @@ from miles_core.sessions.hermes import parse_answer
 from miles_core.sessions.messages import Message, MessageError, parse_messages
 from miles_core.sessions.tokens import ChatTokenizer
 
-TEMPLATES = Path(__file__).parent / "templates"
+TEMPLATES = Path(__file__).parents[1] / "templates"
 # Family -> template of this package; None is the checkpoint's own.
 FAMILIES: dict[str, str | None] = {
     "qwen3": "hermes.jinja",

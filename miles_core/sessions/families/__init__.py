@@ -1,0 +1,1 @@
+"""Chat families: templates, parsers, turn junctions and stop tokens of kinds of checkpoints."""

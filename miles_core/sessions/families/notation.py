@@ -1,0 +1,69 @@
+"""A notation: how one kind of checkpoint writes a conversation as text.
+
+A session is a sequence of ids that only grows. The first prompt is `conversation` followed by
+`generation_prompt`; then comes what the model sampled; then `continuation`, which begins where the
+sampled ids end; and so on. So a notation never looks at an answer again: what was sampled stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from miles_core.sessions.messages import Message
+
+Tools = Sequence[dict[str, Any]]
+
+
+class NotAppendOnly(ValueError):
+    """A template renders the recorded part of a conversation differently once it goes on."""
+
+
+class Notation(Protocol):
+    """Text of conversations and messages of text. Implementations are stateless.
+
+    Methods that render raise `MessageError` for what the notation has no form for.
+    """
+
+    name: str
+    stops: tuple[str, ...]
+    """Tokens that end an answer; the first is the one that closes an answer which was cut off."""
+    local: bool
+    """Whether `continuation` needs nothing of `previous` but its last message."""
+
+    def conversation(self, messages: Sequence[Message], tools: Tools) -> str:
+        """A whole conversation, each answer in its canonical form, without generation prompt."""
+        ...
+
+    def generation_prompt(self) -> str:
+        """What stands before an answer, and is no part of it."""
+        ...
+
+    def answer(self, message: Message) -> str:
+        """The text, stop token included, that a model answers `message` with."""
+        ...
+
+    def continuation(
+        self, previous: Sequence[Message], stop: str | None, new: Sequence[Message], tools: Tools
+    ) -> str:
+        """What follows an answer: its end where it was cut off, `new`, the generation prompt.
+
+        `previous` ends with the answer. `stop` is the stop token that the answer was ended by,
+        which may also open the next turn; None: it has none, and the text begins with one.
+        """
+        ...
+
+    def parse(self, text: str) -> Message:
+        """The message of an answer, whose stop token has been taken off.
+
+        Everything that is no well-formed call or reasoning stays content as it is: nothing is
+        dropped. Never raises.
+        """
+        ...
+
+    def settled(self, text: str) -> tuple[str, str]:
+        """Reasoning and content of `parse(text + more)` that no `more` can change: to stream.
+
+        Both only grow with `text`, and are prefixes of what `parse` gives in the end.
+        """
+        ...
