@@ -7,7 +7,7 @@ sampled ids end; and so on. So a notation never looks at an answer again: what w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from miles_core.sessions.messages import Message
@@ -26,10 +26,22 @@ class Notation(Protocol):
     """
 
     name: str
+    tokens: tuple[str, ...]
+    """Special tokens that a tokenizer must have for this notation, the first of `stops` too."""
     stops: tuple[str, ...]
-    """Tokens that end an answer; the first is the one that closes an answer which was cut off."""
+    """Tokens that end an answer; the first is the one that closes an answer which was cut off.
+
+    Those that a tokenizer lacks are left out, but for the first.
+    """
     local: bool
     """Whether `continuation` needs nothing of `previous` but its last message."""
+    reasoning: bool
+    """Whether answers have a form for reasoning; where not, it is left out, as their templates do.
+    """
+    exceptions: Mapping[str, str]
+    """Features of a conversation (`features.FEATURES`) in which the templates of these checkpoints
+    are departed from, with the reason. Without them the texts are equal, character by character.
+    """
 
     def conversation(self, messages: Sequence[Message], tools: Tools) -> str:
         """A whole conversation, each answer in its canonical form, without generation prompt."""
