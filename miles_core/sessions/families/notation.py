@@ -44,11 +44,19 @@ class Notation(Protocol):
     """
 
     def conversation(self, messages: Sequence[Message], tools: Tools) -> str:
-        """A whole conversation, each answer in its canonical form, without generation prompt."""
+        """A whole conversation without generation prompt at its end.
+
+        Each answer is in its canonical form: the generation prompt and `answer`. So the text of a
+        conversation is that of its beginning, `generation_prompt`, `answer`, and `continuation`.
+        """
         ...
 
-    def generation_prompt(self) -> str:
-        """What stands before an answer, and is no part of it."""
+    def generation_prompt(self, last: Message | None) -> str:
+        """What stands before an answer that follows the message `last`, and is no part of it.
+
+        Most notations have the same for all; some have none after the result of a tool. None: the
+        conversation is empty.
+        """
         ...
 
     def answer(self, message: Message) -> str:
