@@ -19,7 +19,7 @@ from typing import Any
 import jinja2
 
 from miles_core.errors import UserError
-from miles_core.sessions.families.family import ChatFamily
+from miles_core.sessions.families import ChatFamily
 
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 _CONSONANTS = "bdfgklmnprstvz"
@@ -216,10 +216,11 @@ class DemoMaker:
         """The ids of a whole conversation; `learn`: whether the first command is learned."""
         opening = self.prompts.opening(instruction)
         answer = bash_call(command)
+        answered = self.family.render_output(answer)
         parts = [
             (self.family.render_prompt(opening), 0),
-            (self.family.render_output(answer), int(learn)),
-            (self.family.render_suffix([*opening, answer], [seen]), 0),
+            (answered, int(learn)),
+            (self.family.continue_turn([*opening, answer], answered, [seen]), 0),
             (self.family.render_output(bash_call(SUBMIT)), 1),
         ]
         tokens = [token for ids, _ in parts for token in ids]

@@ -48,11 +48,11 @@ class ModelInfo:
 def recipe_fingerprint(recipe: Recipe) -> str:
     """Of the recipe, the tasks, the prompts, and the code that makes demonstrations of them."""
     import miles_core.modelinit
-    import miles_core.sessions.families.family as families
+    from miles_core.sessions.families.terse import TEMPLATE
 
     values = recipe.model_dump(mode="json", exclude={"tasks_dir", "agent_config"})
     code = sorted(Path(miles_core.modelinit.__path__[0]).glob("*.py"))
-    sources = [recipe.tasks_dir, recipe.agent_config, families.TEMPLATES, *code]
+    sources = [recipe.tasks_dir, recipe.agent_config, TEMPLATE, *code]
     return fingerprint([values, [fingerprint(path) for path in sources]])
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from miles_core.modelinit.demos import SUBMIT, Prompts, called_command
-from miles_core.sessions.families.family import ChatFamily
+from miles_core.sessions.families import ChatFamily
 
 if TYPE_CHECKING:
     import torch
@@ -77,7 +77,7 @@ def success_rate(
         if ids[-1] == stop and called_command(answer) == command:
             start = [*family.render_prompt(opening), *ids]
             seen = prompts.observed(0, "")
-            second.append(start + family.render_suffix([*opening, answer], [seen]))
+            second.append(start + family.continue_turn([*opening, answer], ids, [seen]))
     if not second:
         return 0.0
     ends = sample(model, second, stop, generator)

@@ -17,7 +17,8 @@ from miles_core.modelinit.demos import DemoMaker, Prompts, fixed_words, read_pat
 from miles_core.modelinit.recipe import Recipe, Shape, load_recipe
 from miles_core.modelinit.sampling import success_rate
 from miles_core.modelinit.tokenizer import END_OF_TURN, PAD, write_tokenizer
-from miles_core.sessions.families.family import TEMPLATES, ChatFamily, load_family
+from miles_core.sessions.families import ChatFamily, load_family
+from miles_core.sessions.families.terse import TEMPLATE
 
 if TYPE_CHECKING:
     from miles_core.training.worker import TrainerWorker
@@ -49,7 +50,7 @@ def prepare(recipe: Recipe, directory: Path) -> tuple[int, int]:
     """Write tokenizer and random model; returns parameters and vocabulary size."""
     patterns, _ = read_patterns(recipe.tasks_dir)
     words = fixed_words(patterns) + words_of(Prompts.load(recipe.agent_config).system)
-    template = (TEMPLATES / "terse.jinja").read_text("utf-8")
+    template = TEMPLATE.read_text("utf-8")
     tokens = write_tokenizer(directory, words, template)
     # Rows of the embedding in a round number, as matrix products and parallel layouts like it.
     vocab_size = -(-tokens // 64) * 64

@@ -8,7 +8,8 @@ import pytest
 
 from miles_core.modelinit.demos import DemoMaker, Prompts, fixed_words, read_patterns, words_of
 from miles_core.modelinit.tokenizer import write_tokenizer
-from miles_core.sessions.families.family import TEMPLATES, load_family
+from miles_core.sessions.families import load_family
+from miles_core.sessions.families.terse import TEMPLATE
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -27,7 +28,7 @@ def patterns():
 def tokenizer_dir(tmp_path_factory, patterns, prompts):
     directory = tmp_path_factory.mktemp("tokenizer")
     words = fixed_words(patterns[0]) + words_of(prompts.system)
-    write_tokenizer(directory, words, (TEMPLATES / "terse.jinja").read_text())
+    write_tokenizer(directory, words, TEMPLATE.read_text())
     return directory
 
 

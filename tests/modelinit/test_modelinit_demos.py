@@ -45,7 +45,7 @@ def test_a_demonstration_is_the_conversation_as_a_session_renders_it(maker, fami
     # What a session does: record the sampled ids, parse them, and render what follows them.
     answer = family.parse_output(first)
     assert called_command(answer) == "echo mofe > kiba.txt"
-    suffix = family.join(first, family.render_suffix([*opening, answer], [seen]))
+    suffix = family.continue_turn([*opening, answer], first, [seen])
     assert demo.tokens == [*prompt, *first, *suffix, *second]
     assert called_command(family.parse_output(second)) == SUBMIT
     assert first[-1] == second[-1] == family.end_of_turn_id

@@ -1,155 +1,111 @@
-"""Chat families: how a kind of checkpoint turns messages into ids and ids into messages.
-
-A family bundles a chat template, the parser of tool calls, the stop tokens and the junction between
-turns. The families `qwen3`, `chatml` and `terse` use templates of this package, which render
-each message without looking at the ones before it, so that a conversation only ever grows at its
-end. `template` uses the checkpoint's own template and proves that property at each turn.
-"""
+"""A chat family: a notation over the tokenizer of one checkpoint."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from pathlib import Path
 from typing import Any
 
-import jinja2
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-from miles_core.errors import UserError
-from miles_core.sessions.hermes import parse_answer
-from miles_core.sessions.messages import Message, MessageError, parse_messages
+from miles_core.sessions.families.notation import Notation
+from miles_core.sessions.messages import Message, parse_message, parse_messages
 from miles_core.sessions.tokens import ChatTokenizer
 
-TEMPLATES = Path(__file__).parents[1] / "templates"
-# Family -> template of this package; None is the checkpoint's own.
-FAMILIES: dict[str, str | None] = {
-    "qwen3": "hermes.jinja",
-    "chatml": "hermes.jinja",
-    "terse": "terse.jinja",
-    "template": None,
-}
-_PROBE = "PROBE"
-
-
-class NotAppendOnly(Exception):
-    """The template renders the recorded part of a conversation differently once it goes on."""
-
-
-def _compile(source: str) -> jinja2.Template:
-    """A chat template with the functions that such templates rely on."""
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
-
-    env = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
-    env.filters["tojson"] = tojson
-    env.globals["raise_exception"] = raise_exception
-    env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return env.from_string(source)
+ToolList = Sequence[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class ChatFamily:
-    """A chat family over one tokenizer. All methods are pure and may run in any thread.
+    """How a checkpoint turns messages into ids and ids into messages.
 
-    `messages` are OpenAI's dictionaries or `Message`s; ids are lists of ints.
+    Pure: any method may run in any thread. `messages` are OpenAI's dictionaries or `Message`s, ids
+    are lists of ints. Methods that render raise `MessageError` for what has no form, and
+    `NotAppendOnly` where a checkpoint's own template would rewrite what has been recorded.
+
+    `stop_token_ids` end an answer; the first of them closes an answer that was cut off.
     """
 
-    name: str
     tokenizer: ChatTokenizer
-    template: jinja2.Template
-    own_template: bool
+    notation: Notation
     stop_token_ids: tuple[int, ...]
-    end_of_turn_id: int
+
+    @property
+    def name(self) -> str:
+        return self.notation.name
+
+    @property
+    def end_of_turn_id(self) -> int:
+        """The id that closes an answer which was cut off."""
+        return self.stop_token_ids[0]
 
     def render_text(
-        self,
-        messages: Sequence[Any],
-        tools: list[dict[str, Any]] | None = None,
+        self, messages: Sequence[Any], tools: ToolList | None = None,
         add_generation_prompt: bool = True,
-    ) -> str:
-        """The text of a conversation; raises `MessageError` when the template refuses it."""
+    ) -> str:  # fmt: skip
+        """The text of a whole conversation."""
         plain = parse_messages(list(messages))
-        try:
-            return self.template.render(
-                messages=plain if self.own_template else [m.raw() for m in plain],
-                tools=tools or None,
-                add_generation_prompt=add_generation_prompt,
-                bos_token=self.tokenizer.special_token("bos_token") or "",
-                eos_token=self.tokenizer.special_token("eos_token") or "",
-            )
-        except (jinja2.TemplateError, TypeError) as error:
-            raise MessageError(f"the chat template refuses these messages: {error}") from error
+        text = self.notation.conversation(plain, tools or ())
+        return text + self.notation.generation_prompt(plain[-1]) if add_generation_prompt else text
 
     def render_prompt(
-        self,
-        messages: Sequence[Any],
-        tools: list[dict[str, Any]] | None = None,
+        self, messages: Sequence[Any], tools: ToolList | None = None,
         add_generation_prompt: bool = True,
-    ) -> list[int]:
-        """The ids of a conversation, ready for an answer of the assistant."""
+    ) -> list[int]:  # fmt: skip
+        """The ids of a whole conversation, ready for an answer of the assistant."""
         return self.tokenizer.encode(self.render_text(messages, tools, add_generation_prompt))
 
-    def render_suffix(
+    def continue_turn(
         self,
-        prev_messages: Sequence[Any],
-        new_messages: Sequence[Any],
-        tools: list[dict[str, Any]] | None = None,
+        previous: Sequence[Any],
+        output_ids: Sequence[int],
+        new: Sequence[Any],
+        tools: ToolList | None = None,
     ) -> list[int]:
-        """The ids that follow a recorded turn, whose last id is the end-of-turn token.
+        """The ids that follow an answer which was sampled as `output_ids`.
 
-        `prev_messages` end with that turn's answer. The ids hold what the template puts after the
-        end of a turn, the new messages, and the generation prompt. Raises `NotAppendOnly` when a
-        checkpoint's own template would now render the prompt of that turn differently.
+        They are the answer's end where it was cut off, what stands between turns, the messages
+        `new`, and the generation prompt. `previous` are the messages up to that answer, which is
+        the last of them. The cost does not depend on their number where `notation.local`.
         """
-        asked = ""
-        if self.own_template:
-            prev_messages, tools = [Message("assistant")], None
-        else:
-            asked = self.render_text(prev_messages[:-1], tools)
-        before = self.render_text(prev_messages, tools, add_generation_prompt=False)
-        after = self.render_text([*prev_messages, *new_messages], tools)
-        end = self.tokenizer.token_of(self.end_of_turn_id) or ""
-        cut = before.rfind(end) + len(end)
-        kept = after.startswith(asked) and after.startswith(before[:cut])
-        if end not in before or not kept:
-            raise NotAppendOnly(f"the template of family {self.name!r} rewrites earlier turns")
-        return self.tokenizer.encode(after[cut:])
+        if self.notation.local:
+            previous = previous[-1:]
+        before = [parse_message(item, "previous message") for item in previous]
+        added = [parse_message(item, f"new message {i}") for i, item in enumerate(new)]
+        stop = self.stop_of(output_ids)
+        return self.tokenizer.encode(self.notation.continuation(before, stop, added, tools or ()))
 
-    def join(self, output_ids: Sequence[int], suffix: list[int]) -> list[int]:
-        """`suffix` as it has to follow an answer: one that was cut off first gets its end."""
-        if output_ids and output_ids[-1] == self.end_of_turn_id:
-            return suffix
-        return [self.end_of_turn_id, *suffix]
+    def stop_of(self, output_ids: Sequence[int]) -> str | None:
+        """The stop token of the notation that sampled ids end with, if they do."""
+        if not output_ids or output_ids[-1] not in self.stop_token_ids:
+            return None
+        token = self.tokenizer.token_of(output_ids[-1])
+        return token if token in self.notation.stops else None
 
     def render_output(self, message: Any) -> list[int]:
         """The ids that a model would answer `message` (an assistant's) with, end included."""
-        prompt = self.render_text([{"role": "user", "content": ""}])
-        whole = self.render_text([{"role": "user", "content": ""}, message], None, False)
-        if not whole.startswith(prompt):
-            raise NotAppendOnly(f"family {self.name!r} has no canonical form of an answer")
-        end = self.tokenizer.token_of(self.end_of_turn_id) or ""
-        return self.tokenizer.encode(whole[len(prompt) : whole.rfind(end) + len(end)])
+        return self.tokenizer.encode(self.notation.answer(parse_message(message, "message")))
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """The text of sampled ids without the stop token at its end."""
+        stopped = bool(ids) and ids[-1] in self.stop_token_ids
+        return self.tokenizer.decode(ids[:-1] if stopped else ids)
 
     def parse_message(self, ids: Sequence[int]) -> Message:
-        """The assistant's message that sampled `ids` stand for."""
-        ids = list(ids)
-        if ids and ids[-1] in self.stop_token_ids:
-            ids.pop()
-        return parse_answer(self.tokenizer.decode(ids))
+        """The assistant's message that sampled ids stand for."""
+        return self.notation.parse(self.text_of(ids))
 
     def parse_output(self, ids: Sequence[int]) -> dict[str, Any]:
         """As `parse_message`, in OpenAI's form: arguments are JSON text, calls have ids."""
         return openai_message(self.parse_message(ids), "call")
+
+    def render_suffix(
+        self, previous: Sequence[Any], new: Sequence[Any], tools: ToolList | None = None
+    ) -> list[int]:
+        """As `continue_turn` of an answer that has its end."""
+        return self.continue_turn(previous, [self.end_of_turn_id], new, tools)
+
+    def join(self, output_ids: Sequence[int], suffix: list[int]) -> list[int]:
+        """`suffix` as it has to follow an answer: one that was cut off first gets its end."""
+        return suffix if self.stop_of(output_ids) else [self.end_of_turn_id, *suffix]
 
 
 def openai_message(message: Message, call_prefix: str) -> dict[str, Any]:
@@ -171,73 +127,11 @@ def openai_message(message: Message, call_prefix: str) -> dict[str, Any]:
     return out
 
 
-def choose_family(tokenizer: ChatTokenizer) -> str:
-    """The family of a checkpoint, from its marker, its special tokens and its template."""
-    marker = tokenizer.config.get("miles_chat_family")
-    if marker is not None:
-        return str(marker)
-    chatml = None not in (tokenizer.id_of("<|im_start|>"), tokenizer.id_of("<|im_end|>"))
-    own = tokenizer.chat_template() or ""
-    if chatml and "<tool_call>" in own and "<tool_response>" in own and "<function=" not in own:
-        return "qwen3"
-    if chatml and ("<tool_call>" not in own or not own):
-        return "chatml"
-    if own:
-        return "template"
-    raise UserError(
-        f"{tokenizer.directory} has neither a chat template nor ChatML tokens",
-        f"Name its family with --chat-family ({', '.join(FAMILIES)}).",
-    )
-
-
-def load_family(tokenizer_dir: Path | str, name: str = "auto") -> ChatFamily:
-    """The family `name` (or the one that fits) over the tokenizer of a checkpoint."""
-    tokenizer = ChatTokenizer(tokenizer_dir)
-    if name == "auto":
-        name = choose_family(tokenizer)
-    if name not in FAMILIES:
-        raise UserError(f"unknown chat family {name!r}", f"Known: auto, {', '.join(FAMILIES)}.")
-    file = FAMILIES[name]
-    if file is None:
-        return _own_family(tokenizer)
-    end = tokenizer.id_of("<|im_end|>")
-    if end is None or tokenizer.id_of("<|im_start|>") is None:
-        raise UserError(
-            f"chat family {name!r} needs <|im_start|> and <|im_end|> in {tokenizer.directory}",
-            "Use --chat-family template for a checkpoint with another notation.",
-        )
-    template = _compile((TEMPLATES / file).read_text("utf-8"))
-    return ChatFamily(name, tokenizer, template, True, _stop_ids(tokenizer, end), end)
-
-
-def _stop_ids(tokenizer: ChatTokenizer, end_of_turn: int) -> tuple[int, ...]:
-    """The end-of-turn token, and what the checkpoint itself names as the end of a text."""
-    stops = {end_of_turn}
+def stop_ids(tokenizer: ChatTokenizer, notation: Notation) -> tuple[int, ...]:
+    """The notation's stop tokens, then what the checkpoint itself names as the end of a text."""
+    found = [tokenizer.id_of(token) for token in notation.stops]
     eos = tokenizer.generation_config.get("eos_token_id")
-    stops.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    found += eos if isinstance(eos, list) else [eos]
     named = tokenizer.special_token("eos_token")
-    token = tokenizer.id_of(named) if named else None
-    if token is not None:
-        stops.add(token)
-    return tuple(sorted(stops))
-
-
-def _own_family(tokenizer: ChatTokenizer) -> ChatFamily:
-    """Family `template`: the end of a turn is what the template puts after an answer."""
-    source = tokenizer.chat_template()
-    if source is None:
-        raise UserError(
-            f"{tokenizer.directory} has no chat template", "Choose another --chat-family."
-        )
-    family = ChatFamily("template", tokenizer, _compile(source), False, (), -1)
-    probe = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _PROBE}]
-    tail = family.render_text(probe, None, False).rpartition(_PROBE)[2]
-    ids = tokenizer.encode(tail.lstrip())
-    end = ids[0] if ids else -1
-    if not tokenizer.is_added(end):
-        raise UserError(
-            f"the chat template of {tokenizer.directory} ends an answer with {tail!r}, "
-            "which does not begin with a token of its own",
-            "Choose another --chat-family.",
-        )
-    return ChatFamily("template", tokenizer, family.template, False, _stop_ids(tokenizer, end), end)
+    found.append(tokenizer.id_of(named) if named else None)
+    return tuple(dict.fromkeys(i for i in found if i is not None))

@@ -1,0 +1,148 @@
+"""Conversations, drawn at random, with all that agents and models are known to do."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from miles_core.sessions.messages import Message, ToolCall
+
+TEXTS = (
+    "List the files.",
+    "The answer is 42.",
+    "def f(x):\n    return x * 2\n",
+    "naïve café, straße",
+    "中文和日本語、한국어",
+    "e\u0301 and a\u0308\u0323 combine",
+    "مرحبا שלום \u200f(right to left)\u200e",
+    "👩‍👩‍👧‍👦 🏳️‍🌈 👍🏽",
+    "tab\there, bell\x07, escape\x1b[31m, delete\x7f, separator\u2028",
+    "a & b < c > d \"quoted\" 'single' \\ back",
+    "{{ not.a.template }} {% if x %} {# y #}",
+    "<b>tags</b> </i> <think",
+    '{"json": [1, 2.5, null, true], "deep": {"a": {}}}',
+    "many\n\n\nline\n\nbreaks",
+    "x" * 300,
+    "word " * 200 + "end",
+    "0",
+    "\U00010348 \U0010fffd",
+)
+NAMES = ("bash", "read_file", "search-web", "f")
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages, and the tools that a request offers with them."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...] = ()
+
+    def answers(self) -> list[int]:
+        """Positions of the assistant's messages."""
+        return [i for i, m in enumerate(self.messages) if m.role == "assistant"]
+
+
+def make_tools(rng: random.Random) -> tuple[dict[str, Any], ...]:
+    """One or more tools, as OpenAI's requests have them."""
+    return tuple(
+        {
+            "type": "function",
+            "function": {
+                "name": name,
+                "description": rng.choice(TEXTS),
+                "parameters": {
+                    "type": "object",
+                    "properties": {
+                        "command": {"type": "string", "description": "what to run"},
+                        "count": {"type": "integer"},
+                    },
+                    "required": ["command"],
+                },
+            },
+        }
+        for name in NAMES[: rng.randint(1, len(NAMES))]
+    )
+
+
+class Writer:
+    """Draws conversations. The same seed draws the same ones."""
+
+    def __init__(self, seed: int, reasoning: bool = True) -> None:
+        self._rng, self._reasoning, self._calls = random.Random(seed), reasoning, 0
+
+    def conversations(self, number: int) -> list[Conversation]:
+        """The plain ones first: they are the easiest to read where something is wrong."""
+        kinds: list[Callable[[], Conversation]] = [
+            self.plain, self.with_tools, self.with_calls, self.any, self.any,
+        ]  # fmt: skip
+        return [kinds[i % len(kinds)]() for i in range(number)]
+
+    def text(self) -> str:
+        """A text without white space at its ends."""
+        pieces = [self._rng.choice(TEXTS) for _ in range(self._rng.choice((1, 1, 2, 3)))]
+        return self._rng.choice((" ", "\n")).join(pieces).strip()
+
+    def arguments(self) -> dict[str, Any]:
+        values: list[Any] = [
+            *(self.text(), "", 0, -7, 2.5, True, False, None),
+            *([], [1, "two"], {}, {"a": {"b": [None]}}),
+        ]
+        keys = ("command", "count", "path", "größe")
+        some = self._rng.sample(keys, self._rng.randint(0, len(keys)))
+        return {key: self._rng.choice(values) for key in some}
+
+    def answer(self, calls: int = 0, reasoning: bool | None = None) -> Message:
+        """An answer with that many calls; `reasoning` None: with or without."""
+        made = []
+        for _ in range(calls):
+            self._calls += 1
+            call_id = f"call{self._calls:05}"
+            made.append(ToolCall(self._rng.choice(NAMES), self.arguments(), call_id))
+        thinks = self._rng.random() < 0.5 if reasoning is None else reasoning
+        content = self.text() if not calls or self._rng.random() < 0.4 else ""
+        thought = self.text() if thinks and self._reasoning else ""
+        return Message("assistant", content, tuple(made), thought)
+
+    def results(self, answer: Message) -> list[Message]:
+        """The results of an answer's calls."""
+        return [
+            Message("tool", self._rng.choice((self.text(), "")), (), "", call.id, call.name)
+            for call in answer.tool_calls
+        ]
+
+    def plain(self) -> Conversation:
+        """System, user, answer, user."""
+        messages = [Message("system", self.text()), Message("user", self.text()), self.answer()]
+        return Conversation((*messages, Message("user", self.text())))
+
+    def with_tools(self) -> Conversation:
+        """A question, an answer with one call, its result."""
+        answer = self.answer(1)
+        opening = [Message("user", self.text()), answer]
+        return Conversation((*opening, *self.results(answer)), make_tools(self._rng))
+
+    def with_calls(self) -> Conversation:
+        """Several turns with calls, in parallel too, then a second question."""
+        messages = [Message("system", self.text()), Message("user", self.text())]
+        for _ in range(self._rng.randint(2, 4)):
+            answer = self.answer(self._rng.choice((1, 1, 2, 3)))
+            messages += [answer, *self.results(answer)]
+        messages += [self.answer(), Message("user", self.text())]
+        return Conversation(tuple(messages), make_tools(self._rng))
+
+    def any(self) -> Conversation:
+        """Anything: late system messages, several users in a row, empty texts, many turns."""
+        rng = self._rng
+        messages = [Message("system", self.text())] if rng.random() < 0.5 else []
+        messages.append(Message("user", self.text()))
+        for _ in range(rng.randint(1, 8)):
+            answer = self.answer(rng.choice((0, 0, 1, 2)))
+            if not answer.tool_calls and rng.random() < 0.15:
+                answer = Message("assistant", "", (), answer.reasoning_content)
+            messages += [answer, *self.results(answer)]
+            if not answer.tool_calls or rng.random() < 0.2:
+                roles = rng.choice((["user"], ["user"], ["user", "user"], ["system", "user"]))
+                messages += [Message(role, rng.choice((self.text(), ""))) for role in roles]
+        return Conversation(tuple(messages), make_tools(rng) if rng.random() < 0.7 else ())
