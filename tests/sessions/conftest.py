@@ -9,7 +9,7 @@ import httpx
 import pytest
 from session_helpers import ScriptedEngine, make_tokenizer, serving, session_server
 
-from miles_core.sessions.families.family import ChatFamily, load_family
+from miles_core.sessions.families import ChatFamily, load_family
 
 
 @pytest.fixture(scope="session")
