@@ -16,7 +16,7 @@ import orjson
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from miles_core.sessions.engine_call import read_generation
-from miles_core.sessions.families.family import load_family
+from miles_core.sessions.families import load_family
 from miles_core.sessions.openai_api import completion, parse_request
 from miles_core.sessions.protocol import SessionRequest
 from miles_core.sessions.session import Place, Session, Turn
