@@ -83,7 +83,7 @@ class ChatMl:
         closing = "" if stop == END else END
         return f"{closing}\n{''.join(self.turns(new))}{self.generation_prompt(None)}"
 
-    def parse(self, text: str) -> Message:
+    def parse(self, text: str, tools: Tools = ()) -> Message:
         content, calls = hermes.parse_calls(text)
         return Message("assistant", content, calls)
 
@@ -117,7 +117,7 @@ class Thinking(ChatMl):
             return render_reasoning(reasoning).removeprefix("<think>\n") + body.lstrip("\n")
         return render_reasoning(reasoning) + body.lstrip("\n") if reasoning else body
 
-    def parse(self, text: str) -> Message:
+    def parse(self, text: str, tools: Tools = ()) -> Message:
         reasoning, rest = split_reasoning(text, self.opened)
         content, calls = hermes.parse_calls(rest)
         return Message("assistant", content, calls, reasoning)

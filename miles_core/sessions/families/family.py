@@ -89,13 +89,13 @@ class ChatFamily:
         stopped = bool(ids) and ids[-1] in self.stop_token_ids
         return self.tokenizer.decode(ids[:-1] if stopped else ids)
 
-    def parse_message(self, ids: Sequence[int]) -> Message:
-        """The assistant's message that sampled ids stand for."""
-        return self.notation.parse(self.text_of(ids))
+    def parse_message(self, ids: Sequence[int], tools: ToolList | None = None) -> Message:
+        """The assistant's message that ids stand for, which were sampled with `tools` at hand."""
+        return self.notation.parse(self.text_of(ids), tools or ())
 
-    def parse_output(self, ids: Sequence[int]) -> dict[str, Any]:
+    def parse_output(self, ids: Sequence[int], tools: ToolList | None = None) -> dict[str, Any]:
         """As `parse_message`, in OpenAI's form: arguments are JSON text, calls have ids."""
-        return openai_message(self.parse_message(ids), "call")
+        return openai_message(self.parse_message(ids, tools), "call")
 
     def render_suffix(
         self, previous: Sequence[Any], new: Sequence[Any], tools: ToolList | None = None

@@ -94,7 +94,7 @@ class Llama3:
         closing = "" if stop in self.stops else _END
         return closing + self.turns(new) + self.generation_prompt(None)
 
-    def parse(self, text: str) -> Message:
+    def parse(self, text: str, tools: Tools = ()) -> Message:
         content, calls = llama3.parse_calls(text)
         return Message("assistant", content, calls)
 

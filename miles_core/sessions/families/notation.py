@@ -73,10 +73,11 @@ class Notation(Protocol):
         """
         ...
 
-    def parse(self, text: str) -> Message:
+    def parse(self, text: str, tools: Tools = ()) -> Message:
         """The message of an answer, whose stop token has been taken off.
 
-        Everything that is no well-formed call or reasoning stays content as it is: nothing is
+        `tools` are those of the request: where a notation writes strings without quotes, their
+        schemas tell a string from a number. Everything that is no well-formed call or reasoning stays content as it is: nothing is
         dropped. Never raises.
         """
         ...

@@ -100,8 +100,8 @@ class TemplateNotation:
             raise NotAppendOnly("the template rewrites earlier messages")
         return ("" if stop in self.stops else self.stops[0]) + after[cut:]
 
-    def parse(self, text: str) -> Message:
-        return self.reader.parse(text) if self.reader else Message("assistant", text)
+    def parse(self, text: str, tools: Tools = ()) -> Message:
+        return self.reader.parse(text, tools) if self.reader else Message("assistant", text)
 
     def settled(self, text: str) -> tuple[str, str]:
         return self.reader.settled(text) if self.reader else ("", text)
