@@ -77,8 +77,8 @@ class Notation(Protocol):
         """The message of an answer, whose stop token has been taken off.
 
         `tools` are those of the request: where a notation writes strings without quotes, their
-        schemas tell a string from a number. Everything that is no well-formed call or reasoning stays content as it is: nothing is
-        dropped. Never raises.
+        schemas tell a string from a number. Everything that is no well-formed call or reasoning
+        stays content as it is: nothing is dropped. Never raises.
         """
         ...
 
