@@ -51,7 +51,7 @@ class Attempt:
         self.step = 0
         self._journal = events
         self._stop = asyncio.Event()
-        self._fleet = Fleet(run, self.config, self.inputs, number)
+        self._fleet = Fleet(run, self.config, self.inputs, number, self._on_restart)
         self._saved_iteration = 0
         self._unsaved: dict[str, Any] | None = None
         self._tracker = Tracker(
@@ -63,6 +63,9 @@ class Attempt:
         self._trainers: TrainerGroup | None = None
         self._agents: AgentServerClient | None = None
         self._no_signal = NoSignal(self.config.rollout.no_signal_steps, events)
+
+    def _on_restart(self, detail: str) -> None:
+        self._journal.append("alarm", kind="service_restarted", detail=detail)
 
     # ---- start and end ---------------------------------------------------------------
 

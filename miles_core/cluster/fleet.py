@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
-
 from miles_core.cluster.services import Service
+from miles_core.cluster.session_servers import SessionServers
 from miles_core.config.schema import MilesConfig
 from miles_core.runs.directory import RunDir
 from miles_core.runs.files import write_json
@@ -42,19 +42,30 @@ class Inputs:
 
 
 class Fleet:
-    """Starts, watches and ends the services of one attempt."""
+    """Starts, watches and ends the services of one attempt.
 
-    def __init__(self, run: RunDir, config: MilesConfig, inputs: Inputs, attempt: int):
+    `on_restart` is told of each session server that had to be started anew.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        config: MilesConfig,
+        inputs: Inputs,
+        attempt: int,
+        on_restart: Callable[[str], None],
+    ):
         self._run = run
         self._config = config
         self._inputs = inputs
         self._directory = run.attempt_dir(attempt) / "services"
         self._attempt = attempt
-        self.session_instances: list[str] = []
         self._engines: list[Service] = []
         if not config.engine.engine_urls:
             self._engines = [self._engine(i) for i in range(config.engine.num_engines)]
-        self._sessions: list[Service] = []
+        self._sessions = SessionServers(
+            config, self._directory, inputs.hf_checkpoint, inputs.session_token, on_restart
+        )
 
     def _engine(self, index: int) -> Service:
         engine = self._config.engine
@@ -70,17 +81,6 @@ class Fleet:
         threads = {"OMP_NUM_THREADS": str(engine.engine_threads)}
         return Service(f"engine-{index}", argv, self._directory, threads)
 
-    def _session_server(self, index: int, engine_urls: list[str]) -> Service:
-        sessions = self._config.sessions
-        port = 0 if sessions.session_server_port is None else sessions.session_server_port + index
-        argv = ["miles_core.sessions.server", "--host", sessions.miles_host_ip]
-        argv += ["--port", str(port), "--tokenizer", self._inputs.hf_checkpoint]
-        argv += ["--chat-family", sessions.chat_family]
-        for url in engine_urls:
-            argv += ["--engine-url", url]
-        env = {"MILES_SESSION_TOKEN": self._inputs.session_token, "OMP_NUM_THREADS": "1"}
-        return Service(f"session-server-{index}", argv, self._directory, env)
-
     def start(self) -> None:
         """Start the engines; the session servers follow once these have addresses."""
         for engine in self._engines:
@@ -91,21 +91,19 @@ class Fleet:
         urls = self._config.engine.engine_urls or list(
             await asyncio.gather(*(engine.wait_ready(READY_S) for engine in self._engines))
         )
-        count = self._config.sessions.session_server_workers
-        self._sessions = [self._session_server(i, urls) for i in range(count)]
-        for server in self._sessions:
-            server.start()
+        self._sessions.start(urls)
         return urls
 
     async def wait_sessions(self) -> list[str]:
         """URLs of the session servers, once they serve; notes their instance ids on disk."""
-        urls = list(await asyncio.gather(*(s.wait_ready(READY_S) for s in self._sessions)))
-        async with httpx.AsyncClient(timeout=30) as client:
-            for url in urls:
-                health = (await client.get(f"{url}/health")).raise_for_status().json()
-                self.session_instances.append(health["session_server_instance_id"])
-        self.record("session-instances", self.session_instances)
+        urls = await self._sessions.wait(READY_S)
+        self.record("session-instances", self._sessions.instances)
         return urls
+
+    @property
+    def session_instances(self) -> list[str]:
+        """Instance ids of all session servers that this attempt has had."""
+        return self._sessions.instances
 
     def record(self, name: str, content: Any) -> None:
         """Note on disk, beside the ready files, what a later attempt or a person needs."""
@@ -120,15 +118,20 @@ class Fleet:
         return found
 
     async def watch(self, interval_s: float = 0.5) -> None:
-        """Return never; raises ServiceError when a service has ended."""
+        """Return never; raises ServiceError when a service has ended that cannot be replaced."""
         while True:
-            for service in [*self._engines, *self._sessions]:
-                if service.process is not None:
-                    service.check()
+            for engine in self._engines:
+                if engine.process is not None:
+                    engine.check()
+            known = len(self._sessions.instances)
+            await self._sessions.check()
+            if len(self._sessions.instances) > known:
+                self.record("session-instances", self._sessions.instances)
             await asyncio.sleep(interval_s)
 
     def stop(self) -> None:
         """End every service."""
-        for service in [*self._sessions, *self._engines]:
-            service.stop()
-        self._sessions, self._engines = [], []
+        self._sessions.stop()
+        for engine in self._engines:
+            engine.stop()
+        self._engines = []

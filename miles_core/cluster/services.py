@@ -68,6 +68,10 @@ class Service:
             await asyncio.sleep(0.05)
         return str(json.loads(self.ready_file.read_text())["url"])
 
+    def ended_with(self) -> int | None:
+        """The exit status of a process that has ended, else None."""
+        return None if self.process is None else self.process.poll()
+
     def check(self) -> None:
         """Raise when the process has ended: UserError for what a person must change first,
         else ServiceError."""

@@ -121,8 +121,8 @@ def _without_samples(verdict: Verdict, error: Exception) -> Verdict:
 def join_verdict(verdict: Verdict, recorded: SessionSamples) -> Verdict:
     """The agent server's verdict in the light of what the session saw.
 
-    A grade that no model call led to, or that came after the engine had failed, says nothing
-    about the policy. A session that ended for its budget gives the grade its cause.
+    A grade that no model call led to, or that came after the engine or the session had failed, says
+    nothing about the policy. A session that ended for its budget gives the grade its cause.
     """
     if not verdict.trainable:
         return verdict
@@ -131,6 +131,8 @@ def join_verdict(verdict: Verdict, recorded: SessionSamples) -> Verdict:
     reason = recorded.end_reason
     if reason == Cause.ENGINE_FAILED:
         return Verdict.no_verdict(Cause.ENGINE_FAILED, "a model call of this trial failed")
+    if reason == Cause.SESSION_FAILED:
+        return Verdict.no_verdict(Cause.SESSION_FAILED, "a model call of this trial was refused")
     if verdict.kind is VerdictKind.GRADED and verdict.cause is None and reason is not None:
         return verdict.model_copy(update={"cause": Cause(reason)})
     return verdict

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import hmac
-import json
+import logging
 import uuid
 from collections.abc import AsyncIterator
 from typing import Any
@@ -13,15 +14,22 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.routing import Route
 
-from miles_core.sessions.chat import ChatService, session_gone
-from miles_core.sessions.openai_api import ApiError, parse_request, stream_events
+from miles_core.sessions.chat import ChatService
+from miles_core.sessions.chat_request import parse_request
+from miles_core.sessions.errors import ApiError
+from miles_core.sessions.json_body import read_json
 from miles_core.sessions.protocol import SessionCreated, SessionRequest
+from miles_core.sessions.responses import CallResponse, json_response
 from miles_core.sessions.samples import cut_samples
-from miles_core.sessions.session import Session
+
+log = logging.getLogger("miles.sessions")
+
+MAX_BODY = 64 * 2**20
+_TIDY_S = 1.0
 
 
 class SessionApp:
@@ -29,9 +37,9 @@ class SessionApp:
 
     def __init__(self, chat: ChatService, token: str | None) -> None:
         self.chat = chat
+        self.store = chat.store
         self.token = token
         self.instance_id = str(uuid.uuid4())
-        self.sessions: dict[str, Session] = {}
 
     def starlette(self) -> Starlette:
         one = "/sessions/{session_id}"
@@ -41,19 +49,34 @@ class SessionApp:
                 Route("/sessions", self.create, methods=["POST"]),
                 Route(f"{one}/v1/chat/completions", self.completions, methods=["POST"]),
                 Route(f"{one}/v1/models", self.models),
+                Route(f"{one}/v1/models/{{model:path}}", self.model),
                 Route(f"{one}/samples", self.samples),
                 Route(one, self.delete, methods=["DELETE"]),
             ],
-            exception_handlers={ApiError: _api_error, HTTPException: _http_error},
+            exception_handlers={
+                ApiError: _api_error,
+                HTTPException: _http_error,
+                Exception: _fault,
+            },
             lifespan=self._lifespan,
         )
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        tidying = asyncio.create_task(self._tidy())
         yield
-        for session in list(self.sessions.values()):
-            await self._close(session)
+        tidying.cancel()
+        for session in self.store:
+            await session.calls.cancel()
         await self.chat.engine.aclose()
+
+    async def _tidy(self) -> None:
+        while True:
+            await asyncio.sleep(_TIDY_S)
+            try:
+                await self.store.tidy()
+            except OSError as error:
+                log.warning("idle sessions could not be tidied: %s", error)
 
     def _authorise(self, request: Request) -> None:
         if self.token is None:
@@ -62,109 +85,106 @@ class SessionApp:
         if not hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode()):
             raise ApiError(401, "unauthorized", "this route needs the bearer token of the run")
 
-    def _session(self, request: Request) -> Session:
-        session = self.sessions.get(request.path_params["session_id"])
-        if session is None:
-            raise session_gone()
-        return session
-
     async def health(self, request: Request) -> Response:
-        return JSONResponse(
+        return json_response(
             {
                 "status": "ok",
                 "session_server_instance_id": self.instance_id,
-                "sessions": len(self.sessions),
+                "sessions": len(self.store),
+                "spilled": self.store.spilled,
+                "running": sum(len(session.calls.running) for session in self.store),
             }
         )
 
     async def create(self, request: Request) -> Response:
         self._authorise(request)
         try:
-            wanted = SessionRequest.model_validate_json(await request.body())
+            wanted = SessionRequest.model_validate_json(await _body(request))
         except ValidationError as error:
             raise ApiError(400, "invalid_value", str(error)) from error
-        session = Session(wanted)
-        self.sessions[session.session_id] = session
+        session = self.store.open(wanted)
         created = SessionCreated(
             session_id=session.session_id,
             path=f"/sessions/{session.session_id}",
             session_server_instance_id=self.instance_id,
         )
-        return JSONResponse(created.model_dump())
+        return json_response(created.model_dump())
 
     async def models(self, request: Request) -> Response:
-        session = self._session(request)
-        model = {
-            "id": "policy",
-            "object": "model",
-            "owned_by": "miles-flow",
-            "max_model_len": session.request.max_seq_len,
-        }
-        return JSONResponse({"object": "list", "data": [model]})
+        session = await self.store.get(request.path_params["session_id"])
+        return json_response({"object": "list", "data": [_card("policy", session.request)]})
+
+    async def model(self, request: Request) -> Response:
+        """Any name is the policy's: that is what a session serves."""
+        session = await self.store.get(request.path_params["session_id"])
+        return json_response(_card(request.path_params["model"], session.request))
 
     async def completions(self, request: Request) -> Response:
-        session = self._session(request)
+        content = await _body(request)
+        session = await self.store.get(request.path_params["session_id"])
         try:
-            body = json.loads(await request.body())
-        except (ValueError, RecursionError) as error:
+            body = read_json(content)
+        except ValueError as error:
             raise ApiError(400, "invalid_value", f"the body is no JSON: {error}") from error
         chat = parse_request(body)
-        task = asyncio.create_task(self.chat.answer(session, chat))
-        session.running.add(task)
-        gone = asyncio.create_task(_disconnected(request))
-        try:
-            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                task.cancel()
-            whole = await task
-        except asyncio.CancelledError:
-            # Either the client went away or the session was deleted.
-            task.cancel()
-            raise session_gone() from None
-        finally:
-            gone.cancel()
-            session.running.discard(task)
-        if chat.stream:
-            events = stream_events(whole, chat.include_usage)
-            return StreamingResponse(events, media_type="text/event-stream")
-        return JSONResponse(whole)
+        call = session.calls.start(
+            request.headers.get("idempotency-key"),
+            hashlib.sha256(content).digest(),
+            chat.stream,
+            lambda call: self.chat.answer(session, chat, call),
+        )
+        return CallResponse(chat, call)
 
     async def samples(self, request: Request) -> Response:
         self._authorise(request)
-        session = self._session(request)
-        content = await asyncio.to_thread(lambda: cut_samples(session).model_dump_json())
+        session = await self.store.get(request.path_params["session_id"])
+        journal = self.store.journal(session)
+        content = await asyncio.to_thread(cut_samples, session, session.tree, journal)
         return Response(content, media_type="application/json")
 
     async def delete(self, request: Request) -> Response:
         self._authorise(request)
-        session = self._session(request)
-        del self.sessions[session.session_id]
-        await self._close(session)
+        await self.store.close(await self.store.get(request.path_params["session_id"]))
         return Response(status_code=204)
 
-    @staticmethod
-    async def _close(session: Session) -> None:
-        """End a session and what runs in it; every call ends, cancelled or not."""
-        session.closed = True
-        running = list(session.running)
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+
+async def _body(request: Request) -> bytes:
+    """The whole body; raises `ApiError` for one that is too long, or that never came."""
+    parts, length = [], 0
+    try:
+        async for part in request.stream():
+            length += len(part)
+            if length > MAX_BODY:
+                raise ApiError(413, "request_too_large", f"a request has at most {MAX_BODY} bytes")
+            parts.append(part)
+    except ClientDisconnect as error:
+        raise ApiError(400, "client_disconnected", "the client went away") from error
+    return b"".join(parts)
 
 
-async def _disconnected(request: Request) -> None:
-    """Returns when the client has closed its connection. The body has been read before."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+def _card(name: str, request: SessionRequest) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "miles-flow",
+        "max_model_len": request.max_seq_len,
+    }
 
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return JSONResponse(error.body(), status_code=error.status)
+    return json_response(error.body(), status=error.status)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
-    body: dict[str, Any] = ApiError(error.status_code, code, error.detail).body()
-    return JSONResponse(body, status_code=error.status_code)
+    body = ApiError(error.status_code, code, error.detail).body()
+    return json_response(body, status=error.status_code)
+
+
+async def _fault(request: Request, error: Exception) -> Response:
+    """A fault of the server's own; its traceback is logged by the server."""
+    text = f"the session server failed: {type(error).__name__}"
+    return json_response(ApiError(500, "internal_error", text).body(), status=500)

@@ -4,95 +4,189 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
 from dataclasses import dataclass
 from typing import Any
 
-from miles_core.sessions.engine_call import ContextRefused, EngineCaller, EngineFailure
-from miles_core.sessions.families.family import ChatFamily
-from miles_core.sessions.messages import MessageError
-from miles_core.sessions.openai_api import ApiError, ChatRequest, completion, engine_sampling
-from miles_core.sessions.session import Place, Session, Turn
+from miles_core.sessions.calls import Call
+from miles_core.sessions.chat_answer import completion
+from miles_core.sessions.chat_request import ChatRequest, engine_sampling
+from miles_core.sessions.engine_call import EngineCaller, EngineRequest
+from miles_core.sessions.errors import ApiError, session_gone, session_lost
+from miles_core.sessions.families import ChatFamily
+from miles_core.sessions.generation import (
+    ContextRefused,
+    EngineFailure,
+    Generation,
+    WantedExperts,
+)
+from miles_core.sessions.messages import Message, MessageError
+from miles_core.sessions.protocol import EndReason
+from miles_core.sessions.session import Match, Place, Session
+from miles_core.sessions.store import SessionStore, disk_failed
+from miles_core.sessions.tree import Recorded, Turn
 
 log = logging.getLogger("miles.sessions")
+
+# New text that is longer is rendered in a thread, so that other sessions go on meanwhile.
+_SHORT = 16 * 2**10
 
 
 @dataclass(frozen=True)
 class ChatService:
-    """Answers chat requests. Rendering and tokenising run in threads, off the event loop."""
+    """Answers chat requests of all sessions."""
 
     family: ChatFamily
     engine: EngineCaller
+    store: SessionStore
 
-    async def answer(self, session: Session, request: ChatRequest) -> dict[str, Any]:
-        """One model call; raises `ApiError`. Calls of one session wait for each other.
+    async def answer(self, session: Session, request: ChatRequest, call: Call) -> dict[str, Any]:
+        """One model call; raises `ApiError`. Calls of one session run beside each other.
 
         Cancelling it aborts the generation at the engine, and nothing is recorded.
         """
-        async with session.lock:
-            if session.closed:
-                raise session_gone()
-            self._check_turns(session)
-            try:
-                place = await asyncio.to_thread(
-                    session.place, self.family, request.messages, request.tools
-                )
-            except MessageError as error:
-                raise ApiError(400, "invalid_value", str(error), "messages") from error
-            return await self._generate(session, request, place)
-
-    def _check_turns(self, session: Session) -> None:
-        limit = session.request.max_turns
-        if limit is not None and len(session.kept_turns()) >= limit:
-            session.end_reason = "turn_limit"
-            raise ApiError(400, "turn_limit", f"this session's {limit} model calls are used up")
-
-    async def _generate(
-        self, session: Session, request: ChatRequest, place: Place
-    ) -> dict[str, Any]:
-        input_ids = place.input_ids()
-        remaining = session.request.max_seq_len - len(input_ids)
-        if remaining < 1:
-            raise self._context_full(session, len(input_ids))
-        params = engine_sampling(
-            request, session.request.sampling_params, remaining, self.family.stop_token_ids
-        )
-        rid = uuid.uuid4().hex
-        try:
-            generation = await self.engine.generate(session.session_id, rid, input_ids, params)
-        except ContextRefused as error:
-            raise self._context_full(session, len(input_ids)) from error
-        except EngineFailure as error:
-            session.end_reason = "engine_failed"
-            log.warning("session %s: %s", session.name, error)
-            raise ApiError(error.status, "engine_failed", str(error)) from error
-        except asyncio.CancelledError:
-            await asyncio.shield(self.engine.abort(session.session_id, rid))
-            raise
-        message = await asyncio.to_thread(self.family.parse_message, generation.output_ids)
+        started = session.next_event()
+        if session.lost:
+            self._refuse(session, "session_failed")
+            raise session_lost()
+        session.ignored.update(request.ignored)
+        place = await self._place(session, request)
+        self._check_turns(session, place)
+        generation = await self._generate(session, request, place, call)
+        message = await self._message(request, generation, call.rid)
         if session.closed:
             raise session_gone()
-        session.turns.append(
-            Turn(
-                parent=place.parent,
-                tools_key=place.tools_key,
-                new_messages=place.new_messages,
-                answer=message,
-                prompt_ids=place.prompt_ids,
-                output_ids=generation.output_ids,
-                logprobs=generation.logprobs,
-                rid=rid,
-                weight_version=generation.weight_version,
-                finish_reason=generation.finish_reason,
-            )
-        )
-        session.end_reason = None
-        usage = (len(input_ids), len(generation.output_ids))
-        return completion(request, rid, message, generation.finish_reason, usage)
+        self._record(session, place, generation, message, call.rid, started)
+        usage = (place.length, len(generation.output_ids))
+        listed = self._logprobs(generation) if request.logprobs else None
+        return completion(request, call.rid, message, generation.finish_reason, usage, listed)
 
-    @staticmethod
-    def _context_full(session: Session, prompt_tokens: int) -> ApiError:
-        session.end_reason = "token_budget"
+    def _check_turns(self, session: Session, place: Place) -> None:
+        """Refuse a call beyond the limit, of which a retry of an answered call uses nothing."""
+        limit = session.request.max_turns
+        if limit is None:
+            return
+        tree, question = session.tree, place.question()
+        used = sum(turn.question() != question or tree.continued(turn) for turn in tree.kept())
+        # This call runs too.
+        if used + len(session.calls.running) > limit:
+            self._refuse(session, "turn_limit")
+            raise ApiError(400, "turn_limit", f"this session's {limit} model calls are used up")
+
+    async def _place(self, session: Session, request: ChatRequest) -> Place:
+        """Where the request belongs, and the ids that are new."""
+        try:
+            match = session.match(request.messages, request.tools)
+            if match.parent is None or _length(match) > _SHORT:
+                return await asyncio.to_thread(match.render, self.family)
+            return match.render(self.family)
+        except (MessageError, RecursionError) as error:
+            text = str(error) if isinstance(error, MessageError) else "nested too deep"
+            raise ApiError(400, "invalid_value", text, "messages") from error
+
+    async def _generate(
+        self, session: Session, request: ChatRequest, place: Place, call: Call
+    ) -> Generation:
+        wanted = session.request
+        remaining = wanted.max_seq_len - place.length
+        if remaining < 1:
+            raise self._context_full(session, place.length)
+        stops = self.family.stop_token_ids
+        params = engine_sampling(request, wanted.sampling_params, remaining, stops)
+        experts = None
+        if wanted.routed_experts:
+            first = 0 if place.parent is None else place.parent.length - 1
+            experts = WantedExperts(first, session.expert_bytes or 0)
+        asked = EngineRequest(session.key, call.rid, place.input_ids(), params, experts)
+
+        def show(ids: list[int]) -> None:
+            text = self.family.text_of(ids)
+            call.settle(*self._settled(text.rstrip("\ufffd"), request.stop))
+
+        try:
+            return await self.engine.generate(asked, show if call.wants_progress else None)
+        except ContextRefused as error:
+            raise self._context_full(session, place.length) from error
+        except EngineFailure as error:
+            self._refuse(session, "engine_failed")
+            log.warning("session %s: %s", session.name, error)
+            raise ApiError(error.status, "engine_failed", str(error)) from error
+
+    def _settled(self, text: str, stops: tuple[str, ...]) -> tuple[str, str]:
+        """What of a text so far is certain; a client's stop may still cut it."""
+        if stops:
+            text = _cut(text, stops)
+            longest = max(len(stop) for stop in stops)
+            text = text[: max(0, len(text) - longest)]
+        return self.family.notation.settled(text)
+
+    async def _message(self, request: ChatRequest, generation: Generation, rid: str) -> Message:
+        def parse() -> Message:
+            text = _cut(self.family.text_of(generation.output_ids.tolist()), request.stop)
+            return self.family.notation.parse(text).with_call_ids(f"call_{rid}")
+
+        if len(generation.output_ids) > _SHORT // 4:
+            return await asyncio.to_thread(parse)
+        return parse()
+
+    def _record(
+        self,
+        session: Session,
+        place: Place,
+        generation: Generation,
+        message: Message,
+        rid: str,
+        started: int,
+    ) -> None:
+        """Append the turn to the tree and to the disk; raises `ApiError` when that is full."""
+        journal = self.store.journal(session)
+        turn = Turn(
+            index=len(session.tree.turns),
+            parent=place.parent,
+            tools_key=place.tools_key,
+            new=place.new,
+            answer=Recorded(message),
+            prompt_ids=place.prompt_ids,
+            output_ids=generation.output_ids,
+            logprobs=generation.logprobs,
+            length=place.length + len(generation.output_ids),
+            rid=rid,
+            versions=generation.versions,
+            finish_reason=generation.finish_reason,
+            started=started,
+            ended=session.next_event(),
+        )
+        try:
+            turn.experts = journal.append(turn, generation.experts)
+        except OSError as error:
+            self._refuse(session, "session_failed")
+            raise disk_failed(error) from error
+        session.expert_bytes = generation.experts_row or session.expert_bytes
+        session.tree.add(turn)
+        self._refuse(session, None)
+
+    def _refuse(self, session: Session, reason: EndReason | None) -> None:
+        """Note why a call was refused; None: a call was answered."""
+        if session.end_reason == reason:
+            return
+        session.end_reason = reason
+        try:
+            self.store.journal(session).end(reason)
+        except OSError as error:
+            log.warning("session %s: %s", session.name, error)
+
+    def _logprobs(self, generation: Generation) -> list[dict[str, Any]]:
+        """OpenAI's list of tokens with their log-probabilities."""
+        out = []
+        for token, logprob in zip(
+            generation.output_ids.tolist(), generation.logprobs.tolist(), strict=True
+        ):
+            text = self.family.tokenizer.decode([token])
+            entry = {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+            out.append({**entry, "top_logprobs": []})
+        return out
+
+    def _context_full(self, session: Session, prompt_tokens: int) -> ApiError:
+        self._refuse(session, "token_budget")
         limit = session.request.max_seq_len
         return ApiError(
             400,
@@ -103,5 +197,11 @@ class ChatService:
         )
 
 
-def session_gone() -> ApiError:
-    return ApiError(404, "session_not_found", "there is no such session")
+def _length(match: Match) -> int:
+    return sum(len(recorded.message.content) for recorded in match.new)
+
+
+def _cut(text: str, stops: tuple[str, ...]) -> str:
+    """`text` up to the first of a client's own stops."""
+    found = [at for at in (text.find(stop) for stop in stops) if at >= 0]
+    return text[: min(found)] if found else text

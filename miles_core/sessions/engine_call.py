@@ -2,136 +2,183 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-import math
+import time
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
+import aiohttp
+import numpy as np
+import orjson
 
+from miles_core.sessions.generation import (
+    ContextRefused,
+    EngineFailure,
+    Generation,
+    WantedExperts,
+    read_generation,
+)
 
-class EngineFailure(Exception):
-    """The engine gave no usable answer. `status` is what the agent's call answers: 502 or 503."""
-
-    def __init__(self, message: str, status: int = 502) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-class ContextRefused(Exception):
-    """The engine itself says that the prompt does not fit into its context."""
+# How often a stream is looked at: engines repeat the whole answer with each event.
+_LOOK_S = 0.05
+_STREAM_INTERVAL = 8
+_LONGEST_EVENT = 256 * 2**20
 
 
 @dataclass(frozen=True)
-class Generation:
-    """What was sampled: ids, the log-probability of each, and under which weights."""
+class EngineRequest:
+    """What an engine is asked: continue `input_ids` (int32) of the session `key`."""
 
-    output_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    weight_version: int
-    finish_reason: str
+    key: str
+    rid: str
+    input_ids: np.ndarray
+    sampling_params: dict[str, Any]
+    experts: WantedExperts | None = None
+
+    def body(self, stream: bool) -> bytes:
+        body = {
+            "rid": self.rid,
+            "input_ids": self.input_ids,
+            "sampling_params": self.sampling_params,
+            "return_logprob": True,
+            "stream": stream,
+        }
+        if stream:
+            body["sampling_params"] = {**self.sampling_params, "stream_interval": _STREAM_INTERVAL}
+        if self.experts is not None:
+            first = self.experts.first
+            body |= {"return_routed_experts": True, "routed_experts_start_len": first}
+        return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 class EngineCaller:
-    """Calls engines; a session stays with one of them, where its prefix is cached."""
+    """Calls engines; a session stays with one of them, where its prefix is cached.
+
+    Must be made in a running event loop. `timeout_s` is for a whole call.
+    """
 
     def __init__(self, urls: list[str], timeout_s: float) -> None:
         self._urls = [url.rstrip("/") for url in urls]
         self._timeout_s = timeout_s
-        self._http = httpx.AsyncClient(
-            timeout=httpx.Timeout(timeout_s, connect=10.0),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
-            trust_env=False,
-        )
+        self._http: aiohttp.ClientSession | None = None
 
-    def url_for(self, session_id: str) -> str:
-        digest = hashlib.sha256(session_id.encode()).digest()
-        return self._urls[int.from_bytes(digest[:8], "big") % len(self._urls)]
+    def _session(self) -> aiohttp.ClientSession:
+        if self._http is None:
+            self._http = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0),
+                timeout=aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=10.0),
+                read_bufsize=2**20,
+            )
+        return self._http
+
+    def urls_for(self, key: str) -> list[str]:
+        """All engines, a session's own first: others serve it while that one is unreachable.
+
+        Rendezvous hashing (Thaler and Ravishankar, 1998): a changed list moves few sessions.
+        """
+        return sorted(self._urls, key=lambda url: hashlib.sha256(f"{key} {url}".encode()).digest())
 
     async def generate(
-        self, session_id: str, rid: str, input_ids: list[int], sampling_params: dict[str, Any]
+        self, request: EngineRequest, on_ids: Callable[[list[int]], None] | None = None
     ) -> Generation:
-        """Sample a continuation of `input_ids`; raises `EngineFailure`, `ContextRefused`."""
-        body = {
-            "rid": rid,
-            "input_ids": input_ids,
-            "sampling_params": sampling_params,
-            "return_logprob": True,
-            "stream": False,
-        }
-        # The key only has to be equal for equal sessions: the secret stays here.
-        key = hashlib.sha256(session_id.encode()).hexdigest()[:32]
-        url = self.url_for(session_id)
-        try:
-            response = await self._http.post(
-                f"{url}/generate", json=body, headers={"X-SMG-Routing-Key": key}
-            )
-        except httpx.TimeoutException as error:
-            await self.abort(session_id, rid)
-            raise EngineFailure(
-                f"engine {url} did not answer in {self._timeout_s:g} s ({type(error).__name__})",
-                503,
-            ) from error
-        except httpx.HTTPError as error:
-            raise EngineFailure(f"engine {url} cannot be reached: {error!r}") from error
-        if response.status_code != 200:
-            text = response.text[:500]
-            if response.status_code == 400 and "context length" in text:
-                raise ContextRefused(text)
-            status = 503 if response.status_code in (429, 503) else 502
-            raise EngineFailure(f"engine {url} answered {response.status_code}: {text}", status)
-        try:
-            answer = response.json()
-        except ValueError as error:
-            raise EngineFailure(f"engine {url} answered no JSON") from error
-        return read_generation(answer, sampling_params["max_new_tokens"])
+        """Sample a continuation; raises `EngineFailure`, `ContextRefused`.
 
-    async def abort(self, session_id: str, rid: str) -> None:
-        """Ask the engine to stop `rid`; one that cannot be reached is not waited for."""
+        With `on_ids` the answer is streamed, and its ids so far are reported now and then. A call
+        that is cancelled or takes too long is aborted at the engine.
+        """
+        for number, url in enumerate(urls := self.urls_for(request.key), 1):
+            try:
+                return await self._generate_at(url, request, on_ids)
+            except aiohttp.ClientConnectorError as error:
+                # Nothing was sent: another engine may be asked.
+                if number == len(urls):
+                    raise EngineFailure(f"engine {url} cannot be reached: {error}") from error
+            except TimeoutError as error:
+                await self._abort(url, request.rid)
+                raise EngineFailure(
+                    f"engine {url} did not answer in {self._timeout_s:g} s", 503
+                ) from error
+            except aiohttp.ClientError as error:
+                raise EngineFailure(f"engine {url} broke off: {error!r}") from error
+            except asyncio.CancelledError:
+                await asyncio.shield(self._abort(url, request.rid))
+                raise
+        raise AssertionError("unreachable: the loop returns or raises")
+
+    async def _generate_at(
+        self, url: str, request: EngineRequest, on_ids: Callable[[list[int]], None] | None
+    ) -> Generation:
+        # The key only has to be equal for equal sessions: the secret stays here.
+        headers = {"content-type": "application/json", "X-SMG-Routing-Key": request.key}
+        data = request.body(stream=on_ids is not None)
+        async with self._session().post(f"{url}/generate", data=data, headers=headers) as response:
+            if response.status != 200:
+                text = (await response.text(errors="replace"))[:500]
+                if response.status == 400 and "context length" in text:
+                    raise ContextRefused(text)
+                status = 503 if response.status in (429, 503) else 502
+                raise EngineFailure(f"engine {url} answered {response.status}: {text}", status)
+            if on_ids is None:
+                content = await response.read()
+            else:
+                content = await _last_event(response, on_ids)
         try:
-            await self._http.post(
-                f"{self.url_for(session_id)}/abort_request", json={"rid": rid}, timeout=5.0
-            )
-        except httpx.HTTPError:
+            answer = orjson.loads(content)
+        except orjson.JSONDecodeError as error:
+            raise EngineFailure(f"engine {url} answered no JSON") from error
+        return read_generation(
+            answer,
+            request.sampling_params["max_new_tokens"],
+            len(request.input_ids),
+            request.experts,
+        )
+
+    async def _abort(self, url: str, rid: str) -> None:
+        """Ask the engine to stop `rid`; one that cannot be reached is not waited for."""
+        timeout = aiohttp.ClientTimeout(total=5.0)
+        try:
+            async with self._session().post(
+                f"{url}/abort_request", json={"rid": rid}, timeout=timeout
+            ):
+                pass
+        except (aiohttp.ClientError, TimeoutError):
             return
 
     async def aclose(self) -> None:
-        await self._http.aclose()
+        if self._http is not None:
+            await self._http.close()
 
 
-def read_generation(answer: Any, max_new_tokens: int) -> Generation:
-    """Check an answer of `/generate`; anything that is not exact is an `EngineFailure`."""
-    meta = answer.get("meta_info") if isinstance(answer, dict) else None
-    if not isinstance(meta, dict):
-        raise EngineFailure("the engine's answer has no meta_info")
-    reason = meta.get("finish_reason")
-    kind = reason.get("type") if isinstance(reason, dict) else reason
-    if kind == "abort":
-        message = reason.get("message") if isinstance(reason, dict) else ""
-        raise EngineFailure(f"the generation was aborted: {message}", 503)
-    if kind not in ("stop", "length"):
-        raise EngineFailure(f"the engine ended with an unknown finish_reason {reason!r}")
-    try:
-        pairs = [(int(entry[1]), float(entry[0])) for entry in meta["output_token_logprobs"]]
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise EngineFailure("the engine's answer has no output_token_logprobs") from error
-    if not pairs or len(pairs) > max_new_tokens:
-        raise EngineFailure(f"the engine sampled {len(pairs)} tokens of at most {max_new_tokens}")
-    ids = tuple(token for token, _ in pairs)
-    given = answer.get("output_ids")
-    if given is not None and tuple(given) != ids:
-        raise EngineFailure("output_ids and output_token_logprobs disagree")
-    logprobs = tuple(value for _, value in pairs)
-    if not all(math.isfinite(value) and value <= 1e-3 for value in logprobs):
-        raise EngineFailure("the engine's log-probabilities are not finite or positive")
-    return Generation(ids, logprobs, _version(meta.get("weight_version")), kind)
+async def _last_event(
+    response: aiohttp.ClientResponse, on_ids: Callable[[list[int]], None]
+) -> bytes:
+    """The last event of a stream, each of which holds the whole answer so far."""
+    last, looked = b"", time.monotonic()
+    async for event in _events(response):
+        last = event
+        now = time.monotonic()
+        if now - looked >= _LOOK_S:
+            looked = now
+            ids = orjson.loads(event).get("output_ids")
+            if isinstance(ids, list):
+                on_ids(ids)
+    return last
 
 
-def _version(value: Any) -> int:
-    """The integer version; an SGLang engine whose weights were never pushed says `default`."""
-    if value == "default":
-        return 0
-    try:
-        return int(value)
-    except (TypeError, ValueError) as error:
-        raise EngineFailure(f"weight_version is {value!r}, not an integer") from error
+async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """The data of server-sent events (HTML standard, 9.2), up to `[DONE]`."""
+    rest = bytearray()
+    async for chunk in response.content.iter_any():
+        rest += chunk
+        if len(rest) > _LONGEST_EVENT:
+            raise EngineFailure("an event of the engine's stream has no end")
+        *lines, tail = rest.split(b"\n") if b"\n" in chunk else (rest,)
+        rest = tail
+        for line in lines:
+            data = line.removeprefix(b"data:").strip()
+            if data == b"[DONE]":
+                return
+            if line.startswith(b"data:"):
+                yield bytes(data)

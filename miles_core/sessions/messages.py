@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant",
@@ -65,6 +65,15 @@ class Message:
         if self.role == "tool":
             out |= {"tool_call_id": self.tool_call_id, "name": self.name}
         return out
+
+    def with_call_ids(self, prefix: str) -> Message:
+        """This message with ids for its calls: `prefix` and a number."""
+        if not self.tool_calls:
+            return self
+        calls = (
+            replace(call, id=f"{prefix}_{index}") for index, call in enumerate(self.tool_calls)
+        )
+        return replace(self, tool_calls=tuple(calls))
 
     def same_as(self, other: Message) -> bool:
         """Whether `other`, sent by a client, is this recorded message.

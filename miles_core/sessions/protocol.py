@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-EndReason = Literal["token_budget", "turn_limit", "engine_failed"]
+EndReason = Literal["token_budget", "turn_limit", "engine_failed", "session_failed"]
 
 
 class SessionRequest(BaseModel):
@@ -15,7 +15,8 @@ class SessionRequest(BaseModel):
 
     `max_seq_len` counts the tokens of a whole conversation. `sampling_params` are pinned: the agent
     cannot change them; `max_tokens` among them is the most that one call may sample, of which an
-    agent may ask for less. `session_id` is a name for logs.
+    agent may ask for less. `session_id` is a name for logs. With `routed_experts` the engine is
+    asked which experts each token went to, for training that replays the routing.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -24,6 +25,7 @@ class SessionRequest(BaseModel):
     max_seq_len: int = Field(ge=1)
     max_turns: int | None = Field(None, ge=1)
     sampling_params: dict[str, Any] = Field(default_factory=dict)
+    routed_experts: bool = False
 
 
 class SessionCreated(BaseModel):
@@ -34,13 +36,26 @@ class SessionCreated(BaseModel):
     session_server_instance_id: str
 
 
+class VersionSpan(BaseModel):
+    """`tokens[start:end]` of a sample were sampled by weights of this version."""
+
+    version: int
+    start: int
+    end: int
+
+
 class TurnSpan(BaseModel):
-    """`tokens[start:end]` of a sample are what the engine sampled under `rid`."""
+    """`tokens[start:end]` of a sample are what the engine sampled under `rid`.
+
+    `weight_versions` divide the span when weights were pushed while it was sampled;
+    `weight_version` is the oldest of them.
+    """
 
     rid: str
     start: int
     end: int
     weight_version: int
+    weight_versions: list[VersionSpan] = Field(default_factory=list)
     finish_reason: str
 
 
@@ -48,12 +63,15 @@ class Sample(BaseModel):
     """One token sequence. `loss_mask` is 1 on the tokens of its `turns`, and nowhere else.
 
     The three lists have one entry for each token; a log-probability is 0.0 where the mask is 0.
+    `routed_experts` is, where the engine gave it, base64 of one row of bytes for each token but the
+    last, as the engine wrote them (int32, layers x experts of a token).
     """
 
     tokens: list[int]
     loss_mask: list[int]
     logprobs: list[float]
     turns: list[TurnSpan]
+    routed_experts: str | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Sample:
@@ -75,11 +93,16 @@ class SessionSamples(BaseModel):
     """Answer of `GET /sessions/{id}/samples`.
 
     Every recorded turn is in exactly one sample's `turns`, apart from answers that a client
-    never used and asked for again. `model_calls` is their number.
+    never used and asked for again (`retries`). `model_calls` is their number. `tool_lists` counts
+    the different tool lists that were sent, and `ignored_fields` names what requests asked for and
+    no session can do.
     """
 
     session_id: str
     model_calls: int
+    retries: int = 0
+    tool_lists: int = 0
+    ignored_fields: list[str] = Field(default_factory=list)
     end_reason: EndReason | None = None
     samples: list[Sample]
 

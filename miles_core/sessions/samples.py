@@ -2,50 +2,73 @@
 
 from __future__ import annotations
 
-from miles_core.sessions.protocol import Sample, SessionSamples, TurnSpan
-from miles_core.sessions.session import Session, Turn
+import base64
+from typing import Any
+
+import numpy as np
+import orjson
+
+from miles_core.sessions.journal import Journal
+from miles_core.sessions.session import Session
+from miles_core.sessions.tree import Tree, Turn
 
 
-def cut_samples(session: Session) -> SessionSamples:
-    """One sample for each branch, each turn trained in the first sample that has it.
+def cut_samples(session: Session, tree: Tree, journal: Journal) -> bytes:
+    """JSON of `SessionSamples`: one for each branch, each turn trained in the first that has it.
 
-    Raises ValueError when a sample would not be exact (the model checks lengths and mask).
+    Raises ValueError when a kept turn would be trained not once.
     """
+    kept = tree.kept()
     trained: set[Turn] = set()
-    samples = [_sample(leaf, trained) for leaf in session.leaves()]
-    kept = session.kept_turns()
+    samples = [_sample(leaf, trained, journal) for leaf in tree.leaves()]
     if trained != set(kept):
         raise ValueError(f"{len(trained)} of {len(kept)} recorded turns are in the samples")
-    return SessionSamples(
-        session_id=session.session_id,
-        model_calls=len(kept),
-        end_reason=session.end_reason,
-        samples=samples,
-    )
+    whole = {
+        "session_id": session.session_id,
+        "model_calls": len(kept),
+        "retries": len(tree.turns) - len(kept),
+        "tool_lists": len({turn.tools_key for turn in tree.turns if turn.tools_key}),
+        "ignored_fields": sorted(session.ignored),
+        "end_reason": session.end_reason,
+        "samples": samples,
+    }
+    return orjson.dumps(whole, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-def _sample(leaf: Turn, trained: set[Turn]) -> Sample:
-    tokens: list[int] = []
-    mask: list[int] = []
-    logprobs: list[float] = []
-    spans: list[TurnSpan] = []
-    for turn in leaf.path():
-        tokens += turn.prompt_ids
-        mask += [0] * len(turn.prompt_ids)
-        logprobs += [0.0] * len(turn.prompt_ids)
-        start, new = len(tokens), turn not in trained
-        tokens += turn.output_ids
-        mask += [int(new)] * len(turn.output_ids)
-        logprobs += turn.logprobs if new else [0.0] * len(turn.output_ids)
-        if new:
-            trained.add(turn)
-            spans.append(
-                TurnSpan(
-                    rid=turn.rid,
-                    start=start,
-                    end=len(tokens),
-                    weight_version=turn.weight_version,
-                    finish_reason=turn.finish_reason,
-                )
-            )
-    return Sample(tokens=tokens, loss_mask=mask, logprobs=logprobs, turns=spans)
+def _sample(leaf: Turn, trained: set[Turn], journal: Journal) -> dict[str, Any]:
+    path = leaf.path()
+    tokens = leaf.ids()
+    mask = np.zeros(len(tokens), np.int8)
+    logprobs = np.zeros(len(tokens), np.float64)
+    spans = []
+    for turn in path:
+        if turn in trained:
+            continue
+        trained.add(turn)
+        end = turn.length
+        start = end - len(turn.output_ids)
+        mask[start:end] = 1
+        logprobs[start:end] = turn.logprobs
+        spans.append(_span(turn, start, end))
+    experts = b"".join(journal.blob(turn.experts) for turn in path if turn.experts)
+    return {
+        "tokens": tokens,
+        "loss_mask": mask,
+        "logprobs": logprobs,
+        "turns": spans,
+        "routed_experts": base64.b64encode(experts).decode() if experts else None,
+    }
+
+
+def _span(turn: Turn, start: int, end: int) -> dict[str, Any]:
+    return {
+        "rid": turn.rid,
+        "start": start,
+        "end": end,
+        "weight_version": min(version for version, _, _ in turn.versions),
+        "weight_versions": [
+            {"version": version, "start": start + first, "end": start + last}
+            for version, first, last in turn.versions
+        ],
+        "finish_reason": turn.finish_reason,
+    }

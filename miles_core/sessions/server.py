@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ipaddress
 import logging
 import os
+import socket
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import uvicorn
+from starlette.applications import Starlette
 
 from miles_core.errors import UserError
 from miles_core.serving import Server, bind, exit_status
 from miles_core.sessions.app import SessionApp
 from miles_core.sessions.chat import ChatService
 from miles_core.sessions.engine_call import EngineCaller
-from miles_core.sessions.families.family import FAMILIES, load_family
+from miles_core.sessions.families import FAMILIES, load_family
+from miles_core.sessions.store import Limits, SessionStore
 
 log = logging.getLogger("miles.sessions")
 
@@ -42,6 +48,23 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--engine-timeout", type=float, default=1800.0, help="seconds that a model call may take"
     )
+    parser.add_argument(
+        "--spill-dir",
+        type=Path,
+        help="folder of the sessions on disk; default: a temporary one",
+    )
+    parser.add_argument(
+        "--spill-after",
+        type=float,
+        default=60.0,
+        help="seconds after which a session that nobody uses leaves memory",
+    )
+    parser.add_argument(
+        "--session-timeout",
+        type=float,
+        default=14400.0,
+        help="seconds after which a session that nobody uses ends",
+    )
     return parser.parse_args(argv)
 
 
@@ -63,9 +86,29 @@ def serve(args: argparse.Namespace) -> None:
     sock = bind(args.host, args.port)
     family = load_family(args.tokenizer, args.chat_family)
     log.info("chat family %s, stop tokens %s", family.name, family.stop_token_ids)
-    chat = ChatService(family, EngineCaller(args.engine_url, args.engine_timeout))
+    with _spill_dir(args.spill_dir) as directory:
+        store = SessionStore(directory, Limits(args.spill_after, args.session_timeout))
+        chat = ChatService(family, EngineCaller(args.engine_url, args.engine_timeout), store)
+        _run(args, SessionApp(chat, token).starlette(), sock)
+
+
+@contextlib.contextmanager
+def _spill_dir(given: Path | None) -> Iterator[Path]:
+    """The given folder, which outlives the server, or one that does not."""
+    if given is None:
+        with tempfile.TemporaryDirectory(prefix="miles-sessions-") as directory:
+            yield Path(directory)
+        return
+    try:
+        given.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise UserError(f"--spill-dir {given}: {error.strerror or error}") from error
+    yield given
+
+
+def _run(args: argparse.Namespace, app: Starlette, sock: socket.socket) -> None:
     config = uvicorn.Config(
-        SessionApp(chat, token).starlette(),
+        app,
         # Paths hold the secrets of sessions, so requests are not logged.
         access_log=False,
         log_level="warning",
@@ -78,7 +121,6 @@ def serve(args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         serve(args)
     except UserError as error:

@@ -1,57 +1,27 @@
-"""A session: the tree of its turns, and where in it a request belongs.
-
-Each turn is one model call. A request that repeats the recorded messages and adds new ones
-continues the turn that it repeats; any other request starts a branch at the last turn that it
-shares. Nothing recorded is ever changed.
-"""
+"""A session: the turns of one trial, their limits, and the calls that are running."""
 
 from __future__ import annotations
 
-import asyncio
+import hashlib
 import json
 import secrets
-from collections.abc import Iterator
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from miles_core.sessions.families.family import ChatFamily, NotAppendOnly
-from miles_core.sessions.messages import Message, starts_with
+import numpy as np
+
+from miles_core.sessions.calls import Calls
+from miles_core.sessions.families import ChatFamily, NotAppendOnly
+from miles_core.sessions.messages import Message, parse_message
 from miles_core.sessions.protocol import EndReason, SessionRequest
+from miles_core.sessions.tree import Question, Recorded, Tree, Turn, question
 
 
-@dataclass(frozen=True, eq=False)
-class Turn:
-    """One recorded model call.
-
-    `new_messages` are those since the parent's answer, `answer` is what was sampled; in ids:
-    `prompt_ids` follow the parent's `output_ids`. `logprobs` belong to `output_ids`.
-    """
-
-    parent: Turn | None
-    tools_key: str
-    new_messages: tuple[Message, ...]
-    answer: Message
-    prompt_ids: tuple[int, ...]
-    output_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    rid: str
-    weight_version: int
-    finish_reason: str
-
-    def path(self) -> list[Turn]:
-        """The turns from the first one to this."""
-        turns: list[Turn] = []
-        turn: Turn | None = self
-        while turn is not None:
-            turns.append(turn)
-            turn = turn.parent
-        return turns[::-1]
-
-    def messages(self) -> list[Message]:
-        return [m for turn in self.path() for m in (*turn.new_messages, turn.answer)]
-
-    def ids(self) -> list[int]:
-        return [i for turn in self.path() for i in (*turn.prompt_ids, *turn.output_ids)]
+def session_key(session_id: str) -> str:
+    """What a session is called wherever its secret must not stand: files, logs, engines."""
+    return hashlib.sha256(session_id.encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True)
@@ -60,90 +30,113 @@ class Place:
 
     parent: Turn | None
     tools_key: str
-    new_messages: tuple[Message, ...]
-    prompt_ids: tuple[int, ...]
+    new: tuple[Recorded, ...]
+    prompt_ids: np.ndarray
 
-    def input_ids(self) -> list[int]:
-        """What the engine is asked to continue."""
-        return [*(self.parent.ids() if self.parent else ()), *self.prompt_ids]
+    @property
+    def length(self) -> int:
+        """How many ids the engine is asked to continue."""
+        return (self.parent.length if self.parent else 0) + len(self.prompt_ids)
+
+    def question(self) -> Question:
+        return question(self.parent, self.prompt_ids, self.tools_key)
+
+    def input_ids(self) -> np.ndarray:
+        """What the engine is asked to continue, int32."""
+        if self.parent is None:
+            return self.prompt_ids
+        return np.concatenate([self.parent.ids(), self.prompt_ids])
 
 
-@dataclass
+@dataclass(eq=False)
 class Session:
-    """State of one session; `lock` serialises its model calls."""
+    """State of one session in memory.
+
+    `events` counts starts and ends of calls: their order tells a retry from a parallel call.
+    `lost`: its server died, so that it can only be read. `loaded` is the tree, or None while it is
+    on disk alone.
+    """
 
     request: SessionRequest
     session_id: str = field(default_factory=lambda: secrets.token_hex(16))
-    turns: list[Turn] = field(default_factory=list)
+    loaded: Tree | None = field(default_factory=Tree)
     end_reason: EndReason | None = None
     closed: bool = False
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    running: set[asyncio.Task[Any]] = field(default_factory=set)
+    lost: bool = False
+    calls: Calls = field(default_factory=Calls)
+    events: int = 0
+    used: float = field(default_factory=time.monotonic)
+    ignored: set[str] = field(default_factory=set)
+    expert_bytes: int | None = None
+
+    @property
+    def key(self) -> str:
+        return session_key(self.session_id)
 
     @property
     def name(self) -> str:
         """For logs: the given name, never the secret."""
-        return self.request.session_id or self.session_id[:6]
+        return self.request.session_id or self.key[:6]
 
-    def superseded(self) -> set[Turn]:
-        """Turns whose answer the client never used: it asked the very same again."""
-        with_children = {turn.parent for turn in self.turns}
-        last = {_question(turn): turn for turn in self.turns}
-        return {
-            turn
-            for turn in self.turns
-            if turn not in with_children and last[_question(turn)] is not turn
-        }
+    @property
+    def tree(self) -> Tree:
+        """The turns; the session must be in memory."""
+        if self.loaded is None:
+            raise RuntimeError("the session is on disk")
+        return self.loaded
 
-    def kept_turns(self) -> list[Turn]:
-        dropped = self.superseded()
-        return [turn for turn in self.turns if turn not in dropped]
+    def next_event(self) -> int:
+        self.events += 1
+        return self.events
 
-    def leaves(self) -> Iterator[Turn]:
-        """The last turn of each branch that is kept, in the order of recording."""
-        with_children = {turn.parent for turn in self.turns}
-        return (turn for turn in self.kept_turns() if turn not in with_children)
+    def match(self, messages: Sequence[Any], tools: list[dict[str, Any]]) -> Match:
+        """Find what `messages` repeat and read the rest. Raises `MessageError`."""
+        key = tools_key(tools)
+        parent, length = self.tree.attach(messages, key)
+        new = []
+        for index in range(length, len(messages)):
+            recorded = Recorded(parse_message(messages[index], f"messages[{index}]"))
+            recorded.remember(messages[index])
+            new.append(recorded)
+        return Match(parent, length, key, tuple(new), messages, tools)
 
-    def find_parent(self, messages: list[Message], key: str) -> tuple[Turn | None, int]:
-        """The deepest, newest turn whose whole conversation `messages` repeat, and its length.
 
-        Matching goes down the tree, so each recorded message is compared about once.
-        """
-        best: tuple[Turn | None, int] = (None, 0)
-        matched: dict[Turn | None, int] = {None: 0}
-        for turn in self.turns:  # parents come before their children
-            at = matched.get(turn.parent)
-            if at is None or turn.tools_key != key:
-                continue
-            recorded = (*turn.new_messages, turn.answer)
-            if starts_with(messages[at:], recorded):
-                matched[turn] = at + len(recorded)
-                if matched[turn] >= best[1]:
-                    best = (turn, matched[turn])
-        return best
+@dataclass(frozen=True)
+class Match:
+    """A request held against the tree: what it repeats (`length` messages), and what is new."""
 
-    def place(
-        self, family: ChatFamily, messages: list[Message], tools: list[dict[str, Any]]
-    ) -> Place:
-        """Where `messages` belong, and the ids that are new. Raises `MessageError`.
+    parent: Turn | None
+    length: int
+    tools_key: str
+    new: tuple[Recorded, ...]
+    messages: Sequence[Any]
+    tools: list[dict[str, Any]]
+
+    def render(self, family: ChatFamily) -> Place:
+        """The ids that are new. Raises `MessageError`. Safe in any thread.
 
         When the checkpoint's own template rewrites the past, the conversation starts anew at a
         root: the model is shown exactly what its template says, as a sample of its own.
         """
-        key = json.dumps(tools, sort_keys=True)
-        parent, length = self.find_parent(messages, key)
-        if parent is not None:
-            new = messages[length:]
+        new = [recorded.message for recorded in self.new]
+        whole = self.new
+        if self.parent is not None:
+            previous: Sequence[Message] = [self.parent.answer.message]
+            if not family.notation.local:
+                previous = self.parent.messages()
+            output_ids = self.parent.output_ids
             try:
-                suffix = family.render_suffix(parent.messages(), new, tools)
+                ids = family.continue_turn(previous, output_ids.tolist(), new, self.tools)
+                return Place(self.parent, self.tools_key, self.new, np.array(ids, np.int32))
             except NotAppendOnly:
-                parent = None
-            else:
-                ids = family.join(parent.output_ids, suffix)
-                return Place(parent, key, tuple(new), tuple(ids))
-        prompt = family.render_prompt(messages, tools)
-        return Place(None, key, tuple(messages), tuple(prompt))
+                repeated = [Recorded(message) for message in self.parent.messages()]
+                whole = (*repeated, *self.new)
+        ids = family.render_prompt([recorded.message for recorded in whole], self.tools)
+        return Place(None, self.tools_key, whole, np.array(ids, np.int32))
 
 
-def _question(turn: Turn) -> tuple[Turn | None, tuple[int, ...], str]:
-    return (turn.parent, turn.prompt_ids, turn.tools_key)
+def tools_key(tools: list[dict[str, Any]]) -> str:
+    """Equal for tool lists that say the same."""
+    if not tools:
+        return ""
+    return hashlib.sha256(json.dumps(tools, sort_keys=True).encode()).hexdigest()[:16]

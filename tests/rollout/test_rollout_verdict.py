@@ -34,9 +34,10 @@ def test_a_grade_without_a_model_call_is_no_verdict():
     assert verdict.reward is None
 
 
-def test_a_grade_after_an_engine_failure_is_no_verdict():
-    verdict = join_verdict(GRADED, recorded(end_reason="engine_failed"))
-    assert (verdict.kind, verdict.cause) == (VerdictKind.NO_VERDICT, Cause.ENGINE_FAILED)
+@pytest.mark.parametrize("reason", ["engine_failed", "session_failed"])
+def test_a_grade_after_a_failure_of_the_world_is_no_verdict(reason):
+    verdict = join_verdict(GRADED, recorded(end_reason=reason))
+    assert (verdict.kind, verdict.cause) == (VerdictKind.NO_VERDICT, reason)
 
 
 @pytest.mark.parametrize("reason", ["token_budget", "turn_limit"])

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import httpx
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -53,7 +53,9 @@ def make_tokenizer(directory: Path, config: dict[str, Any] | None = None) -> Pat
 class ScriptedEngine:
     """SGLang's `/generate` with answers from a script; remembers every request.
 
-    An answer is a list of ids, a dict (sent as it is), an int (an HTTP status), or "hang".
+    An answer is a list of ids, a dict (sent as it is), an int (an HTTP status), or "hang"; it
+    takes `delay_s`. A stream comes token by token, `pace_s` seconds apart; with `break_after` it
+    ends after so many of them.
     """
 
     def __init__(self) -> None:
@@ -63,10 +65,13 @@ class ScriptedEngine:
         self.aborted: list[str] = []
         self.keys: list[str | None] = []
         self.version = "3"
+        self.pace_s = 0.0
+        self.delay_s = 0.02
+        self.break_after: int | None = None
         self.in_flight = self.most_in_flight = 0
         self.url = ""
 
-    async def generate(self, request: Request) -> JSONResponse:
+    async def generate(self, request: Request) -> Response:
         body = await request.json()
         self.requests.append(body)
         self.keys.append(request.headers.get("x-smg-routing-key"))
@@ -79,12 +84,30 @@ class ScriptedEngine:
                     await asyncio.sleep(0.05)
                     if body["rid"] in self.aborted:
                         return JSONResponse(self.answer(body, [5], {"type": "abort"}))
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(self.delay_s)
         finally:
             self.in_flight -= 1
         if isinstance(step, int):
             return JSONResponse({"error": {"message": "broken"}}, status_code=step)
-        return JSONResponse(step if isinstance(step, dict) else self.answer(body, step))
+        whole = step if isinstance(step, dict) else self.answer(body, step)
+        if body["stream"] and isinstance(step, list):
+            return StreamingResponse(self.events(whole), media_type="text/event-stream")
+        return JSONResponse(whole)
+
+    async def events(self, whole: dict[str, Any]) -> AsyncIterator[bytes]:
+        """SGLang's stream: each event holds the answer so far."""
+        ids, meta = whole["output_ids"], whole["meta_info"]
+        logprobs = meta["output_token_logprobs"]
+        for count in range(1, len(ids) + 1):
+            so_far = {**meta, "output_token_logprobs": logprobs[:count]}
+            if count < len(ids):
+                so_far["finish_reason"] = None
+            event = {"output_ids": ids[:count], "meta_info": so_far}
+            yield b"data: " + json.dumps(event).encode() + b"\n\n"
+            if count == self.break_after:
+                raise ConnectionResetError("the engine breaks off")
+            await asyncio.sleep(self.pace_s)
+        yield b"data: [DONE]\n\n"
 
     def answer(
         self, body: dict[str, Any], ids: list[int], reason: dict[str, Any] | None = None

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from miles_core.sessions.families.family import ChatFamily, openai_message
-from miles_core.sessions.messages import parse_messages
-from miles_core.sessions.protocol import SessionRequest
+from miles_core.sessions.families import ChatFamily, openai_message
+from miles_core.sessions.journal import Journal
+from miles_core.sessions.protocol import SessionRequest, SessionSamples
 from miles_core.sessions.samples import cut_samples
-from miles_core.sessions.session import Session, Turn
+from miles_core.sessions.session import Session
+from miles_core.sessions.tree import Recorded, Turn
 
 TOOLS = [{"type": "function", "function": {"name": "bash", "parameters": {}}}]
 text = st.text(max_size=12)
@@ -54,34 +57,61 @@ def sampled(family: ChatFamily, kind: str, value: Any) -> list[int]:
     return ids[:-2] if kind == "cut" else ids
 
 
+def record(session: Session, family: ChatFamily, asked: list[Any], ids: list[int]) -> Turn:
+    """What the server does with a request that the engine answers with `ids`."""
+    started = session.next_event()
+    place = session.match(asked, TOOLS).render(family)
+    rid = f"r{len(session.tree.turns)}"
+    turn = Turn(
+        index=len(session.tree.turns),
+        parent=place.parent,
+        tools_key=place.tools_key,
+        new=place.new,
+        answer=Recorded(family.parse_message(ids).with_call_ids(rid)),
+        prompt_ids=place.prompt_ids,
+        output_ids=np.array(ids, np.int32),
+        logprobs=np.array([-len(rid) - started - i / 7 for i in range(len(ids))]),
+        length=place.length + len(ids),
+        rid=rid,
+        versions=((1, 0, len(ids)),),
+        finish_reason="stop",
+        started=started,
+        ended=session.next_event(),
+    )
+    session.tree.add(turn)
+    return turn
+
+
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(steps)
-def test_random_conversations_are_exact(family: ChatFamily, conversation: list[Any]) -> None:
+def test_random_conversations_are_exact(
+    family: ChatFamily, tmp_path: Path, conversation: list[Any]
+) -> None:
     session = Session(SessionRequest(max_seq_len=10_000))
+    journal = Journal(tmp_path / f"{session.key}.session")
+    journal.create(session.request)
     sent: dict[str, tuple[list[int], list[int], list[float]]] = {}
     history: list[Any] = []
     asked: list[Any] = []
-    for number, (move, new, (kind, value)) in enumerate(conversation):
+    for move, new, (kind, value) in conversation:
         if move == "back":
             history = history[: len(history) // 2]
         if move != "retry" or not asked:
             asked = [*history, *new]
-        place = session.place(family, parse_messages(asked), TOOLS)
         ids = sampled(family, kind, value)
-        logprobs = [-number - i / 7 for i in range(len(ids))]
-        rid = f"r{number}"
-        sent[rid] = (place.input_ids(), ids, logprobs)
-        answer = family.parse_message(ids)
-        session.turns.append(
-            Turn(place.parent, place.tools_key, place.new_messages, answer, place.prompt_ids,
-                 tuple(ids), tuple(logprobs), rid, 1, "stop")
-        )  # fmt: skip
-        wire = json.loads(json.dumps(openai_message(answer, "c")))
+        turn = record(session, family, asked, ids)
+        journal.append(turn)
+        prompt = turn.ids()[: -len(ids)].tolist()
+        sent[turn.rid] = (prompt, ids, turn.logprobs.tolist())
+        wire = json.loads(json.dumps(openai_message(turn.answer.message, "c")))
         history = [*asked, wire]
 
-    result = cut_samples(session)
+    cut = cut_samples(session, session.tree, journal)
+    stored = journal.read()
+    assert cut_samples(session, stored.tree, journal) == cut, "what is read back is the same"
+    result = SessionSamples.model_validate_json(cut)
     spans = [(sample, turn) for sample in result.samples for turn in sample.turns]
-    kept = {turn.rid for turn in session.kept_turns()}
+    kept = {turn.rid for turn in session.tree.kept()}
     assert sorted(turn.rid for _, turn in spans) == sorted(kept)
     for sample, turn in spans:
         prompt, ids, logprobs = sent[turn.rid]
@@ -97,13 +127,10 @@ def test_random_conversations_are_exact(family: ChatFamily, conversation: list[A
         assert result.samples[0].tokens == family.tokenizer.encode(whole)
 
 
-def test_only_the_sampled_ids_are_trained(family: ChatFamily) -> None:
+def test_only_the_sampled_ids_are_trained(family: ChatFamily, tmp_path: Path) -> None:
     session = Session(SessionRequest(max_seq_len=100))
-    place = session.place(family, parse_messages([{"role": "user", "content": "a"}]), [])
-    answer = family.parse_message([40, 2])
-    session.turns.append(
-        Turn(None, "[]", place.new_messages, answer, place.prompt_ids, (40, 2), (-1.0, -2.0),
-             "r", 1, "stop")
-    )  # fmt: skip
-    sample = cut_samples(session).samples[0]
-    assert sample.tokens[-2:] == [40, 2] and sample.loss_mask[-3:] == [0, 1, 1]
+    turn = record(session, family, [{"role": "user", "content": "a"}], [40, 2])
+    cut = cut_samples(session, session.tree, Journal(tmp_path / "x"))
+    sample = SessionSamples.model_validate_json(cut).samples[0]
+    assert sample.tokens == [*turn.prompt_ids.tolist(), 40, 2]
+    assert sample.loss_mask == [0] * len(turn.prompt_ids) + [1, 1]

@@ -1,0 +1,179 @@
+"""The tree of a session's turns, and where in it a request belongs.
+
+Each turn is one model call. A request that repeats recorded messages and adds new ones continues
+the deepest turn that it repeats; any other request starts a branch at the last turn that it shares,
+or a new root. Nothing recorded is ever changed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from miles_core.sessions.messages import Message, MessageError, parse_message
+
+_MOST_FORMS = 3
+
+Question = tuple[int, bytes, str]
+
+
+@dataclass(slots=True)
+class Recorded:
+    """A recorded message, and the last forms in which a client has sent it.
+
+    A client repeats all earlier messages with each request, nearly always in the form of the last
+    time, so that comparing the forms is enough and nothing is parsed again.
+    """
+
+    message: Message
+    forms: list[dict[str, Any]] = field(default_factory=list)
+
+    def matches(self, raw: Any) -> bool:
+        """Whether a message of a request is this one."""
+        try:
+            if raw in self.forms:
+                return True
+            same = self.message.same_as(parse_message(raw, ""))
+        except (MessageError, RecursionError):
+            return False
+        if same:
+            self.remember(raw)
+        return same
+
+    def remember(self, raw: Any) -> None:
+        """Take `raw` for this message from now on."""
+        # Python finds 1 == True: a form with other values than text would match what differs.
+        if isinstance(raw, dict) and _only_text(raw):
+            self.forms = [*self.forms[1 - _MOST_FORMS :], raw]
+
+
+def _only_text(raw: dict[str, Any]) -> bool:
+    calls = raw.get("tool_calls") or ()
+    return all(isinstance(call["function"].get("arguments", ""), str) for call in calls)
+
+
+@dataclass(eq=False, slots=True)
+class Turn:
+    """One recorded model call.
+
+    `new` are the messages since the parent's answer, `answer` is what was sampled. `prompt_ids`
+    (int32) follow the parent's `output_ids` (int32), to which `logprobs` (float64) belong. `length`
+    counts all ids from the root to the end of this turn. `versions` are (weight version, start,
+    end) over `output_ids`. `started` and `ended` are moments of the session's own count of events.
+    `experts` is where the journal has the rows of routed experts, if there are any.
+    """
+
+    index: int
+    parent: Turn | None
+    tools_key: str
+    new: tuple[Recorded, ...]
+    answer: Recorded
+    prompt_ids: np.ndarray
+    output_ids: np.ndarray
+    logprobs: np.ndarray
+    length: int
+    rid: str
+    versions: tuple[tuple[int, int, int], ...]
+    finish_reason: str
+    started: int
+    ended: int
+    experts: tuple[int, int] | None = None
+
+    def path(self) -> list[Turn]:
+        """The turns from the first one to this."""
+        turns: list[Turn] = []
+        turn: Turn | None = self
+        while turn is not None:
+            turns.append(turn)
+            turn = turn.parent
+        return turns[::-1]
+
+    def messages(self) -> list[Message]:
+        """The conversation up to this turn's answer."""
+        return [r.message for turn in self.path() for r in (*turn.new, turn.answer)]
+
+    def ids(self) -> np.ndarray:
+        """All ids from the root to the end of this turn, int32."""
+        parts = [part for turn in self.path() for part in (turn.prompt_ids, turn.output_ids)]
+        return np.concatenate(parts)
+
+    def question(self) -> Question:
+        """What was asked: two turns with the same question differ in their answers alone."""
+        return question(self.parent, self.prompt_ids, self.tools_key)
+
+
+def question(parent: Turn | None, prompt_ids: np.ndarray, tools_key: str) -> Question:
+    """What a call asks, as something to compare."""
+    return _index(parent), prompt_ids.tobytes(), tools_key
+
+
+class Tree:
+    """All turns of a session, parents before their children."""
+
+    def __init__(self) -> None:
+        self.turns: list[Turn] = []
+        self._children: dict[Turn | None, list[Turn]] = defaultdict(list)
+
+    def add(self, turn: Turn) -> None:
+        """Record a turn; its parent is in the tree."""
+        self.turns.append(turn)
+        self._children[turn.parent].append(turn)
+
+    def attach(self, messages: Sequence[Any], tools_key: str) -> tuple[Turn | None, int]:
+        """The deepest turn whose whole conversation `messages` repeat, and its length.
+
+        `messages` are a request's, as they came. Of two turns as deep the newer one is taken.
+        """
+        best: tuple[Turn | None, int] = (None, 0)
+        front = [best]
+        while front:
+            turn, at = front.pop()
+            if at > best[1] or (at == best[1] and turn and turn.index > _index(best[0])):
+                best = (turn, at)
+            for child in self._children.get(turn, ()):
+                if child.tools_key == tools_key:
+                    end = at + len(child.new) + 1
+                    recorded = (*child.new, child.answer)
+                    if end <= len(messages) and _repeat(messages[at:end], recorded):
+                        front.append((child, end))
+        return best
+
+    def continued(self, turn: Turn) -> bool:
+        """Whether a later turn builds on this one's answer."""
+        return turn in self._children
+
+    def superseded(self) -> set[Turn]:
+        """Turns whose answer the client never used: it asked the very same again later.
+
+        Two calls that ran at the same time are no retry of each other.
+        """
+        last: dict[Question, int] = {}
+        for turn in self.turns:
+            asked = turn.question()
+            last[asked] = max(turn.started, last.get(asked, -1))
+        return {
+            turn
+            for turn in self.turns
+            if not self.continued(turn) and last[turn.question()] >= turn.ended
+        }
+
+    def kept(self) -> list[Turn]:
+        """The turns that count and are trained."""
+        dropped = self.superseded()
+        return [turn for turn in self.turns if turn not in dropped]
+
+    def leaves(self) -> Iterator[Turn]:
+        """The last turn of each branch that is kept, in the order of recording."""
+        return (turn for turn in self.kept() if not self.continued(turn))
+
+
+def _index(turn: Turn | None) -> int:
+    return -1 if turn is None else turn.index
+
+
+def _repeat(messages: Sequence[Any], recorded: Sequence[Recorded]) -> bool:
+    return all(mine.matches(raw) for mine, raw in zip(recorded, messages, strict=True))
