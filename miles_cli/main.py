@@ -29,6 +29,7 @@ COMMANDS = {
     "data": ("miles_cli.data", "convert and check prompt rows"),
     "model": ("miles_cli.model", "make, warm-start and convert models"),
     "tasks": ("miles_cli.tasks", "check that tasks may be trained on"),
+    "sessions": ("miles_cli.sessions", "check that a checkpoint's chats are token-exact"),
 }
 
 

@@ -51,6 +51,11 @@ class ChatTokenizer:
     def token_of(self, token_id: int) -> str | None:
         return self._tokenizer.id_to_token(token_id)
 
+    @property
+    def size(self) -> int:
+        """How many ids there are; the largest is one less where no id is left out."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
     def is_added(self, token_id: int) -> bool:
         """Whether an id is a token of its own, which no other text can merge with."""
         return token_id in self._tokenizer.get_added_tokens_decoder()

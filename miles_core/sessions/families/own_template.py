@@ -14,6 +14,7 @@ from miles_core.sessions.tokens import ChatTokenizer
 _USER = Message("user", "question")
 _PROBE = "PROBE"
 _CALL = Message("assistant", "", (ToolCall("probe", {"text": "a b", "number": 1}, "call00000"),))
+_THINKING = Message("assistant", _PROBE, (), "thought")
 _RESULT = Message("tool", "result", (), "", "call00000", "probe")
 
 
@@ -37,8 +38,8 @@ class TemplateNotation:
         local: bool = False,
     ) -> None:
         self.template, self.stops, self.reader, self.local = template, stops, reader, local
-        self.reasoning = reader is not None and reader.reasoning
         self._prompts = {role: self._prompt_after(role) for role in ("user", "tool", "system")}
+        self.reasoning = self._keeps_reasoning()
 
     def _prompt_after(self, role: str) -> str:
         """The generation prompt after a message of `role`; that after a user's where refused."""
@@ -52,6 +53,16 @@ class TemplateNotation:
                 raise
             return self._prompt_after("user")
         return after[len(before) :] if after.startswith(before) else ""
+
+    def _keeps_reasoning(self) -> bool:
+        """Whether the template writes the reasoning of an answer, and the reader finds it."""
+        if self.reader is None:
+            return False
+        try:
+            text = self.answer(_THINKING)
+        except (MessageError, NotAppendOnly):
+            return False
+        return self.reader.parse(text.removesuffix(self.stops[0])) == _THINKING
 
     def conversation(self, messages: Sequence[Message], tools: Tools) -> str:
         return self.template.render(messages, tools)

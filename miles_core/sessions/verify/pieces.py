@@ -1,0 +1,142 @@
+"""Checks on the pieces of conversations: the prompt, answers, and what follows them."""
+
+from __future__ import annotations
+
+import random
+import unicodedata
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from miles_core.sessions.families.family import ChatFamily
+from miles_core.sessions.families.features import features
+from miles_core.sessions.messages import Message
+from miles_core.sessions.verify.corpus import Conversation
+from miles_core.sessions.verify.report import Check, Where, difference
+
+_MOST_CUTS = 24
+
+
+@dataclass(frozen=True)
+class Step:
+    """An answer of a conversation: `prompt` are all ids before it, `follow` the ids after it.
+
+    `end` is the number of messages when the model is asked again.
+    """
+
+    index: int
+    prompt: list[int]
+    output: list[int]
+    follow: list[int]
+    end: int
+
+
+def steps(family: ChatFamily, conversation: Conversation) -> Iterator[Step]:
+    """The answers of a conversation, each in its canonical form. Raises `MessageError`."""
+    messages, tools = conversation.messages, conversation.tools
+    answers = conversation.answers()
+    ids = family.render_prompt(messages[: answers[0]], tools) if answers else []
+    for index, end in zip(answers, [*answers[1:], len(messages)], strict=True):
+        output = family.render_output(messages[index])
+        new = messages[index + 1 : end]
+        follow = family.continue_turn(messages[: index + 1], output, new, tools) if new else []
+        yield Step(index, ids, output, follow, end)
+        ids = [*ids, *output, *follow]
+
+
+class PieceChecks:
+    """Append-only, exact in ids, cut answers, reading back and streaming."""
+
+    def __init__(self, family: ChatFamily, seed: int) -> None:
+        self.family, self._rng = family, random.Random(seed)
+        self.append_only = Check("append-only", "prompt, answers and continuations are the whole")
+        self.ids = Check("ids", "ids of the pieces decode to the text of the whole")
+        self.cut = Check(
+            "truncated", "an answer cut at any token gets its end, and goes on the same"
+        )
+        self.parsed = Check("parsed", "every answer is read back as it was")
+        self.streamed = Check("streamed", "what is sent early is the beginning of the answer")
+        self._apart = 0
+
+    def checks(self) -> list[Check]:
+        if self._apart:
+            self.ids.notes.append(
+                f"{self._apart} of {self.ids.passed} texts have other ids when they are tokenised "
+                "at once, with the same text: harmless, since sampled ids are never made anew"
+            )
+        return [self.append_only, self.ids, self.cut, self.parsed, self.streamed]
+
+    def add(self, number: int, conversation: Conversation) -> None:
+        """Check one conversation; raises `MessageError` where the family refuses it."""
+        for step in list(steps(self.family, conversation)):
+            where = Where(number, conversation, step.index)
+            self._parsed(where, step)
+            if step.follow:
+                self._whole(Where(number, conversation, step.end - 1), step)
+                self._cuts(where, step)
+
+    def _whole(self, where: Where, step: Step) -> None:
+        family, conversation = self.family, where.conversation
+        whole = family.render_text(conversation.messages[: step.end], conversation.tools)
+        before = family.render_text(conversation.messages[: step.index], conversation.tools)
+        pieces = before + family.notation.answer(conversation.messages[step.index])
+        kept = whole.startswith(pieces)
+        self.append_only.hold(kept, where, difference(whole, pieces, "what was there"))
+        ids = [*step.prompt, *step.output, *step.follow]
+        at_once = family.tokenizer.encode(whole)
+        ours, theirs = family.tokenizer.decode(ids), family.tokenizer.decode(at_once)
+        self.ids.hold(ours == theirs, where, difference(ours, theirs, "the whole"))
+        self._apart += ours == theirs and ids != at_once
+
+    def _cuts(self, where: Where, step: Step) -> None:
+        family, messages = self.family, where.conversation.messages
+        tools, new = where.conversation.tools, messages[step.index + 1 : step.end]
+        whole = family.tokenizer.decode(step.follow)
+        cuts = range(len(step.output))
+        if len(cuts) > _MOST_CUTS:
+            cuts = self._rng.sample(cuts, _MOST_CUTS)  # type: ignore[assignment]
+        for cut in cuts:
+            sampled = step.output[:cut]
+            answer = family.parse_message(sampled, tools)
+            previous = [*messages[: step.index], answer]
+            follow = family.continue_turn(previous, sampled, new, tools)
+            text = family.tokenizer.decode(follow)
+            ended = bool(follow) and follow[0] in family.stop_token_ids
+            what = f"cut after {cut} of {len(step.output)} ids: " + difference(text, whole)
+            self.cut.hold(ended and text.endswith(whole), where, what)
+
+    def _parsed(self, where: Where, step: Step) -> None:
+        family, conversation = self.family, where.conversation
+        message = conversation.messages[step.index]
+        text = family.text_of(step.output)
+        found = family.notation.parse(text, conversation.tools)
+        reason = None if found == message else self._reason(message, text)
+        if reason:
+            self.parsed.excuse(reason)
+        else:
+            self.parsed.hold(found == message, where, f"read as {found}")
+        self._streams(where, text, found)
+
+    def _reason(self, message: Message, text: str) -> str | None:
+        """Why an answer may be read back as another one, if there is a known reason."""
+        exceptions = self.family.notation.exceptions
+        known = features([message], False, False) & exceptions.keys()
+        written = self.family.notation.answer(message)
+        if known:
+            return exceptions[min(known)]
+        if not written.startswith(text) and unicodedata.normalize("NFC", written).startswith(text):
+            return "the tokenizer composes letters and their marks (Unicode NFC)"
+        return None
+
+    def _streams(self, where: Where, text: str, found: Message) -> None:
+        reasoning, content = "", ""
+        lengths = range(len(text) + 1)
+        if len(lengths) > 4 * _MOST_CUTS:
+            lengths = sorted(self._rng.sample(lengths, 4 * _MOST_CUTS))  # type: ignore[assignment]
+        for length in lengths:
+            before = reasoning, content
+            reasoning, content = self.family.notation.settled(text[:length])
+            grows = reasoning.startswith(before[0]) and content.startswith(before[1])
+            right = found.reasoning_content.startswith(reasoning)
+            right = right and found.content.startswith(content)
+            what = f"after {length} characters {reasoning!r} and {content!r} were sent"
+            self.streamed.hold(grows and right, where, what)
