@@ -15,11 +15,16 @@ from typing import Any
 import orjson
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from miles_core.sessions.engine_call import read_generation
+from miles_core.sessions.chat_answer import completion
+from miles_core.sessions.chat_request import parse_request
+from miles_core.sessions.engine_call import EngineRequest
 from miles_core.sessions.families import load_family
-from miles_core.sessions.openai_api import completion, parse_request
+from miles_core.sessions.generation import Generation, read_generation
+from miles_core.sessions.journal import Journal
+from miles_core.sessions.json_body import read_json
 from miles_core.sessions.protocol import SessionRequest
-from miles_core.sessions.session import Place, Session, Turn
+from miles_core.sessions.session import Match, Place, Session
+from miles_core.sessions.tree import Recorded, Turn
 
 TURNS = (8, 32, 128)
 PROMPT_TOKENS = OUTPUT_TOKENS = 64
@@ -80,90 +85,93 @@ def timed_ms(step: Callable[[], Any], repeats: int) -> float:
 class Conversation:
     """A session with a history, and the request of its next turn as bytes."""
 
-    def __init__(self, corpus: Corpus, turns: int) -> None:
+    def __init__(self, corpus: Corpus, turns: int, scratch: Path) -> None:
         self.family = load_family(corpus.directory)
         self.session = Session(SessionRequest(max_seq_len=1_000_000))
-        self.corpus = corpus
+        self.journal = Journal(scratch / f"{turns}.session")
+        self.journal.create(self.session.request)
+        ids = corpus.output_ids
+        pairs = [[-1.03125, token, None] for token in ids]
+        meta = {"finish_reason": {"type": "stop"}, "weight_version": "1"}
+        meta["output_token_logprobs"] = pairs
+        self.answered = orjson.dumps({"output_ids": ids, "meta_info": meta})
         history: list[dict[str, str]] = []
         for number in range(turns):
-            history.append({"role": "user", "content": self._text(number)})
+            text = f"0 {number} {corpus.user_texts[number % len(corpus.user_texts)]}"
+            history.append({"role": "user", "content": text})
             self.body = orjson.dumps({"model": "policy", "messages": history})
             if number < turns - 1:
-                self.record(self.place())
+                place = self.match().render(self.family)
+                self.session.tree.add(self.turn(place, self.generation()))
                 history.append({"role": "assistant", "content": corpus.answer})
 
-    def _text(self, number: int) -> str:
-        return f"0 {number} {self.corpus.user_texts[number % len(self.corpus.user_texts)]}"
+    def match(self) -> Match:
+        request = parse_request(read_json(self.body))
+        return self.session.match(request.messages, request.tools)
 
-    def place(self) -> Place:
-        request = parse_request(json.loads(self.body))
-        return self.session.place(self.family, request.messages, request.tools)
+    def generation(self) -> Generation:
+        return read_generation(orjson.loads(self.answered), 1_000_000)
 
-    def turn(self, place: Place) -> Turn:
-        ids = tuple(self.corpus.output_ids)
-        answer = self.family.parse_message(ids)
-        logprobs = tuple([-1.0] * len(ids))
+    def turn(self, place: Place, generation: Generation) -> Turn:
+        """The answer to a request, parsed; as `ChatService` records it."""
+        answer = self.family.parse_message(generation.output_ids.tolist(), ())
         return Turn(
-            place.parent, place.tools_key, place.new_messages, answer, place.prompt_ids, ids,
-            logprobs, "0" * 32, 1, "stop",
-        )  # fmt: skip
-
-    def record(self, place: Place) -> None:
-        self.session.turns.append(self.turn(place))
+            index=len(self.session.tree.turns),
+            parent=place.parent,
+            tools_key=place.tools_key,
+            new=place.new,
+            answer=Recorded(answer),
+            prompt_ids=place.prompt_ids,
+            output_ids=generation.output_ids,
+            logprobs=generation.logprobs,
+            length=place.length + len(generation.output_ids),
+            rid="0" * 32,
+            versions=generation.versions,
+            finish_reason=generation.finish_reason,
+            started=self.session.next_event(),
+            ended=self.session.next_event(),
+        )
 
 
 def part_costs(talk: Conversation, repeats: int) -> dict[str, float]:
     """Milliseconds of CPU of each part of the next turn."""
-    family, session = talk.family, talk.session
-    request = parse_request(json.loads(talk.body))
-    place = talk.place()
-    parent, length = session.find_parent(request.messages, place.tools_key)
-    assert parent is not None
-    new = request.messages[length:]
-    past = parent.messages()
-    suffix = family.tokenizer.decode(place.prompt_ids)
-    ids = talk.corpus.output_ids
-    meta = {
-        "finish_reason": {"type": "stop"},
-        "weight_version": "1",
-        "output_token_logprobs": [[-1.03125, token, None] for token in ids],
-    }
-    raw = orjson.dumps({"output_ids": ids, "meta_info": meta})
-
-    def tokenise() -> None:
-        family.tokenizer.encode(suffix)
-
-    def render() -> None:
-        family.render_suffix(past, new, request.tools)
+    family = talk.family
+    request = parse_request(read_json(talk.body))
+    match = talk.match()
+    place = match.render(family)
+    suffix = family.tokenizer.decode(place.prompt_ids.tolist())
+    generation = talk.generation()
+    used = (place.length, len(generation.output_ids))
 
     def proxy() -> None:
-        json.dumps({"rid": "0" * 32, "input_ids": place.input_ids(), "stream": False}).encode()
-        read_generation(json.loads(raw), len(ids))
+        EngineRequest("0" * 32, "0" * 32, place.input_ids(), {"temperature": 1.0}).body(False)
+        talk.generation()
 
     def record() -> None:
-        turn = talk.turn(place)
-        whole = completion(request, turn.rid, turn.answer, "stop", (len(ids), len(ids)))
-        json.dumps(whole).encode()
+        turn = talk.turn(place, generation)
+        talk.journal.append(turn)
+        orjson.dumps(completion(request, turn.rid, turn.answer.message, "stop", used, None))
 
     steps: dict[str, Callable[[], Any]] = {
-        "parse": lambda: parse_request(json.loads(talk.body)),
-        "match": lambda: session.find_parent(request.messages, place.tools_key),
-        "render": render,
-        "tokenise": tokenise,
+        "parse": lambda: parse_request(read_json(talk.body)),
+        "match": talk.match,
+        "render": lambda: match.render(family),
+        "tokenise": lambda: family.tokenizer.encode(suffix),
         "proxy": proxy,
         "record": record,
     }
     found = {name: timed_ms(step, repeats) for name, step in steps.items()}
-    found["render"] = max(0.0, found["render"] - found["tokenise"])
+    found["match"] -= found["parse"]
+    found["render"] -= found["tokenise"]
     return found
 
 
-def turn_costs(corpus: Corpus, repeats: int) -> dict[str, dict[str, float]]:
+def turn_costs(corpus: Corpus, scratch: Path, repeats: int) -> dict[str, dict[str, float]]:
     """For each part: ms of CPU at each of `TURNS`, the ratio of last to first, us per KB.
 
     The last is the growth from the first to the last of `TURNS` over that of the request's size.
     """
-    talks = {turns: Conversation(corpus, turns) for turns in TURNS}
+    talks = {turns: Conversation(corpus, turns, scratch) for turns in TURNS}
     costs = {turns: part_costs(talk, repeats) for turns, talk in talks.items()}
     kilobytes = (len(talks[TURNS[-1]].body) - len(talks[TURNS[0]].body)) / 1000
     report: dict[str, dict[str, float]] = {

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import functools
 import json
 import random
 import sys
@@ -26,6 +27,7 @@ except ImportError:
 ROUTING_ROWS = 8192
 
 
+@functools.cache
 def routing_rows(row_bytes: int) -> bytes:
     """Routing data of `ROUTING_ROWS` positions: int32 expert ids below 128, [rows, row_bytes]."""
     source = random.Random(0)

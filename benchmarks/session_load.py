@@ -9,6 +9,8 @@ are made of bytes that were encoded before, and answers are not parsed. Prints o
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import json
 import sys
 import time
@@ -54,7 +56,9 @@ class Agent:
     async def open(self) -> None:
         parts = urlsplit(self.plan.url)
         self.host = parts.netloc
-        self.reader, self.writer = await asyncio.open_connection(parts.hostname, parts.port)
+        self.reader, self.writer = await asyncio.open_connection(
+            parts.hostname, parts.port, limit=2**26
+        )
         created = orjson.loads(
             await self.call("POST", "/sessions", orjson.dumps(self.plan.session))
         )
@@ -105,7 +109,9 @@ async def read_samples(agent: Agent) -> dict[str, Any]:
     """What a session recorded, in figures."""
     found = orjson.loads(await agent.call("GET", f"{agent.path}/samples"))
     tokens = [len(sample["tokens"]) for sample in found["samples"]]
-    return {"model_calls": found["model_calls"], "tokens": tokens}
+    rows = [base64.b64decode(sample.get("routed_experts") or "") for sample in found["samples"]]
+    routing = [hashlib.sha256(data).hexdigest() for data in rows]
+    return {"model_calls": found["model_calls"], "tokens": tokens, "routing": routing}
 
 
 async def main() -> None:

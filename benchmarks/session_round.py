@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import http.client
 import json
 import os
@@ -17,6 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from session_costs import Corpus
+from session_engine import routing_rows
 
 HERE = Path(__file__).parent
 TOKEN = "benchmark"
@@ -123,7 +125,9 @@ def drive(
     corpus: Corpus, row_bytes: int, load: dict[str, Any], scratch: Path, probe: bool = False
 ) -> dict[str, float]:
     """One round: open sessions, drive them, check their samples. `probe` measures /health too."""
-    session = {"max_seq_len": MAX_SEQ_LEN, "sampling_params": {"temperature": 1.0}}
+    session: dict[str, Any] = {"max_seq_len": MAX_SEQ_LEN, "sampling_params": {"temperature": 1.0}}
+    if row_bytes:
+        session["routed_experts"] = True
     with server(corpus, row_bytes, scratch) as (url, worker):
         plan = {"url": url, "token": TOKEN, "session": session, **load}
         plan |= {"user_texts": corpus.user_texts, "answer": corpus.answer}
@@ -140,7 +144,7 @@ def drive(
             agents.go_on()
             read = agents.phase()
             agents.go_on()
-            check(read["sessions"], load["turns"])
+            check(read["sessions"], load["turns"], row_bytes)
             turns = load["sessions"] * load["turns"]
             result |= {
                 "turns_per_s": turns / driven["wall_s"],
@@ -163,11 +167,14 @@ def drive(
             agents.child.end()
 
 
-def check(sessions: list[dict[str, Any]], turns: int) -> None:
+def check(sessions: list[dict[str, Any]], turns: int, row_bytes: int) -> None:
     """Every session is one sample of all its turns: a fast server that is wrong does not count."""
     for session in sessions:
         if session["model_calls"] != turns or len(session["tokens"]) != 1:
             raise RuntimeError(f"a session of {turns} turns recorded {session}")
+        rows = routing_rows(row_bytes)[: (session["tokens"][0] - 1) * row_bytes]
+        if row_bytes and session["routing"] != [hashlib.sha256(rows).hexdigest()]:
+            raise RuntimeError("the routing data of a sample is not the engine's")
 
 
 class Health:

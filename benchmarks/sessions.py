@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 rounds = range(args.repeats)
                 found = [drive(corpus, row_bytes, load, scratch, kind == "health") for _ in rounds]
                 results[name] = spread(found)
-        costs = turn_costs(corpus, args.cost_repeats) if "costs" in args.only else {}
+        costs = turn_costs(corpus, scratch, args.cost_repeats) if "costs" in args.only else {}
     return {
         "benchmark": "sessions",
         "cpu": platform.processor() or platform.machine(),
