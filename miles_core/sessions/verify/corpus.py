@@ -29,6 +29,15 @@ TEXTS = (
     "0",
     "\U00010348 \U0010fffd",
 )
+PROPERTIES: dict[str, dict[str, Any]] = {
+    "command": {"type": "string", "description": "what to run"},
+    "count": {"type": "integer"},
+    "größe": {"type": "number"},
+    "force": {"type": "boolean"},
+    "path": {"type": ["string", "null"]},
+    "lines": {"type": "array", "items": {"type": "integer"}},
+    "options": {"type": "object"},
+}
 NAMES = ("bash", "read_file", "search-web", "f")
 
 
@@ -45,7 +54,7 @@ class Conversation:
 
 
 def make_tools(rng: random.Random) -> tuple[dict[str, Any], ...]:
-    """One or more tools, as OpenAI's requests have them."""
+    """All tools, in some order, as OpenAI's requests have them."""
     return tuple(
         {
             "type": "function",
@@ -54,15 +63,12 @@ def make_tools(rng: random.Random) -> tuple[dict[str, Any], ...]:
                 "description": rng.choice(TEXTS),
                 "parameters": {
                     "type": "object",
-                    "properties": {
-                        "command": {"type": "string", "description": "what to run"},
-                        "count": {"type": "integer"},
-                    },
+                    "properties": PROPERTIES,
                     "required": ["command"],
                 },
             },
         }
-        for name in NAMES[: rng.randint(1, len(NAMES))]
+        for name in rng.sample(NAMES, len(NAMES))
     )
 
 
@@ -84,25 +90,32 @@ class Writer:
         pieces = [self._rng.choice(TEXTS) for _ in range(self._rng.choice((1, 1, 2, 3)))]
         return self._rng.choice((" ", "\n")).join(pieces).strip()
 
-    def arguments(self) -> dict[str, Any]:
-        values: list[Any] = [
-            *(self.text(), "", 0, -7, 2.5, True, False, None),
-            *([], [1, "two"], {}, {"a": {"b": [None]}}),
-        ]
-        keys = ("command", "count", "path", "größe")
-        some = self._rng.sample(keys, self._rng.randint(0, len(keys)))
-        return {key: self._rng.choice(values) for key in some}
+    def arguments(self, offered: bool) -> dict[str, Any]:
+        """Arguments as the tools' schemas have them; only plain words where none is `offered`."""
+        rng = self._rng
+        if not offered:
+            return {key: f"see {self.text()}" for key in rng.sample(("command", "path"), 1)}
+        values: dict[str, list[Any]] = {
+            "command": [self.text(), self.text(), "", "42", '{"a": 1}'],
+            "count": [0, -7, 12345678901234567890],
+            "größe": [2.5, 3, 1e-9],
+            "force": [True, False],
+            "path": [self.text(), None],
+            "lines": [[], [1, 2]],
+            "options": [{}, {"a": {"b": [None, "two"]}}],
+        }
+        some = rng.sample(list(values), rng.randint(0, 4))
+        return {key: rng.choice(values[key]) for key in some}
 
-    def answer(self, calls: int = 0, reasoning: bool | None = None) -> Message:
-        """An answer with that many calls; `reasoning` None: with or without."""
+    def answer(self, calls: int = 0, offered: bool = True) -> Message:
+        """An answer with that many calls, to tools that the request offers or does not."""
         made = []
         for _ in range(calls):
             self._calls += 1
             call_id = f"call{self._calls:05}"
-            made.append(ToolCall(self._rng.choice(NAMES), self.arguments(), call_id))
-        thinks = self._rng.random() < 0.5 if reasoning is None else reasoning
+            made.append(ToolCall(self._rng.choice(NAMES), self.arguments(offered), call_id))
         content = self.text() if not calls or self._rng.random() < 0.4 else ""
-        thought = self.text() if thinks and self._reasoning else ""
+        thought = self.text() if self._rng.random() < 0.5 and self._reasoning else ""
         return Message("assistant", content, tuple(made), thought)
 
     def results(self, answer: Message) -> list[Message]:
@@ -135,14 +148,15 @@ class Writer:
     def any(self) -> Conversation:
         """Anything: late system messages, several users in a row, empty texts, many turns."""
         rng = self._rng
+        offered = rng.random() < 0.7
         messages = [Message("system", self.text())] if rng.random() < 0.5 else []
         messages.append(Message("user", self.text()))
         for _ in range(rng.randint(1, 8)):
-            answer = self.answer(rng.choice((0, 0, 1, 2)))
+            answer = self.answer(rng.choice((0, 0, 1, 2)), offered)
             if not answer.tool_calls and rng.random() < 0.15:
                 answer = Message("assistant", "", (), answer.reasoning_content)
             messages += [answer, *self.results(answer)]
             if not answer.tool_calls or rng.random() < 0.2:
                 roles = rng.choice((["user"], ["user"], ["user", "user"], ["system", "user"]))
                 messages += [Message(role, rng.choice((self.text(), ""))) for role in roles]
-        return Conversation(tuple(messages), make_tools(rng) if rng.random() < 0.7 else ())
+        return Conversation(tuple(messages), make_tools(rng) if offered else ())

@@ -100,9 +100,9 @@ class PieceChecks:
             previous = [*messages[: step.index], answer]
             follow = family.continue_turn(previous, sampled, new, tools)
             text = family.tokenizer.decode(follow)
-            ended = bool(follow) and follow[0] in family.stop_token_ids
+            ended = family.stop_of(sampled) or (follow and follow[0] in family.stop_token_ids)
             what = f"cut after {cut} of {len(step.output)} ids: " + difference(text, whole)
-            self.cut.hold(ended and text.endswith(whole), where, what)
+            self.cut.hold(bool(ended) and text.endswith(whole), where, what)
 
     def _parsed(self, where: Where, step: Step) -> None:
         family, conversation = self.family, where.conversation
@@ -121,11 +121,9 @@ class PieceChecks:
         exceptions = self.family.notation.exceptions
         known = features([message], False, False) & exceptions.keys()
         written = self.family.notation.answer(message)
-        if known:
-            return exceptions[min(known)]
         if not written.startswith(text) and unicodedata.normalize("NFC", written).startswith(text):
             return "the tokenizer composes letters and their marks (Unicode NFC)"
-        return None
+        return exceptions[min(known)] if known else None
 
     def _streams(self, where: Where, text: str, found: Message) -> None:
         reasoning, content = "", ""
