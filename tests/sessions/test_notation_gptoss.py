@@ -21,13 +21,6 @@ LS, PWD = ToolCall("bash", {"command": "ls"}, "a"), ToolCall("pwd", {}, "b")
 NEXT = "<|start|>assistant"
 
 
-def turns(*messages: Message) -> str:
-    """What messages add to a conversation."""
-    before = [Message("user", "Q")]
-    whole = GPT_OSS.conversation([*before, *messages], [])
-    return whole.removeprefix(GPT_OSS.conversation(before, []))
-
-
 def test_the_opening_has_the_client_s_system_message_as_the_developer_s() -> None:
     today = datetime.now().strftime("%Y-%m-%d")
     assert GPT_OSS.conversation([Message("system", "S"), Message("user", "U")], []) == (
@@ -56,11 +49,12 @@ def test_an_answer_is_a_sequence_of_messages() -> None:
     assert answer(Message("assistant", "C", (), "R")) == (
         f"<|channel|>analysis<|message|>R<|end|>{NEXT}<|channel|>final<|message|>C<|return|>"
     )
-    call = ' to=functions.bash<|channel|>commentary json<|message|>{"command": "ls"}<|call|>'
-    assert answer(Message("assistant", "", (LS,))) == call
+    call = ' to=functions.bash<|channel|>commentary json<|message|>{"command": "ls"}'
+    assert answer(Message("assistant", "", (LS,))) == f"{call}<|call|>"
     assert answer(Message("assistant", "C", (LS, PWD), "R")) == (
         f"<|channel|>analysis<|message|>R<|end|>{NEXT}<|channel|>commentary<|message|>C<|end|>"
-        f"{NEXT}{call}{NEXT} to=functions.pwd<|channel|>commentary json<|message|>{{}}<|call|>"
+        f"{NEXT}{call}<|end|>"
+        f"{NEXT} to=functions.pwd<|channel|>commentary json<|message|>{{}}<|call|>"
     )
 
 

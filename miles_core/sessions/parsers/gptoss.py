@@ -29,7 +29,7 @@ _LONGEST_HEADER = 300
 
 @dataclass(frozen=True)
 class Part:
-    """A message of an answer: what `text[start:end]` says. `closed`: it has its end token.
+    """A message of an answer: what `text[start:end]` says. `closed`: a token follows its body.
 
     `channel` is "" for what is no message of this notation: `body` is then all that is left.
     """
@@ -59,11 +59,11 @@ def split_parts(text: str) -> Iterator[Part]:
         header = _HEADER.fullmatch(text, at, open_end) if open_end >= 0 else None
         body_start = open_end + len(MESSAGE)
         mark = _MARK.search(text, body_start) if header else None
-        if header is None or (mark and mark[0] not in _ENDS):
+        if header is None:
             yield Part("", "", text[begin:], begin, len(text), False)
             return
         body_end = mark.start() if mark else len(text)
-        at = mark.end() if mark else len(text)
+        at = mark.end() if mark and mark[0] in _ENDS else body_end
         recipient = header["before"] or header["after"] or ""
         body = text[body_start:body_end]
         yield Part(header["channel"], recipient, body, begin, at, mark is not None)
@@ -148,17 +148,20 @@ def _may_be_message(text: str, later: bool) -> bool:
 
 
 def render_answer(message: Message) -> str:
-    """An answer as text, end token included."""
+    """An answer as text, end token included.
+
+    Only the last call ends with `<|call|>`, at which a model stops.
+    """
     parts: list[str] = []
     if message.reasoning_content:
-        parts.append(f"{CHANNEL}analysis{MESSAGE}{message.reasoning_content}{END}")
+        parts.append(f"{CHANNEL}analysis{MESSAGE}{message.reasoning_content}")
     if not message.tool_calls:
-        parts.append(f"{CHANNEL}final{MESSAGE}{message.content}{RETURN}")
+        parts.append(f"{CHANNEL}final{MESSAGE}{message.content}")
     elif message.content:
-        parts.append(f"{CHANNEL}commentary{MESSAGE}{message.content}{END}")
+        parts.append(f"{CHANNEL}commentary{MESSAGE}{message.content}")
     parts += [
         f" to=functions.{call.name}{CHANNEL}commentary json{MESSAGE}"
-        f"{clean_text(call.arguments_json)}{CALL}"
+        f"{clean_text(call.arguments_json)}"
         for call in message.tool_calls
     ]
-    return NEXT.join(parts)
+    return (END + NEXT).join(parts) + (CALL if message.tool_calls else RETURN)
