@@ -30,6 +30,15 @@ class Slow:
     seconds: float = 60.0
 
 
+@dataclass(frozen=True)
+class Events:
+    """A stream of these events, `seconds` apart; `ended` tells `[DONE]` after them."""
+
+    events: list[bytes]
+    seconds: float = 0.15
+    ended: bool = True
+
+
 @dataclass
 class Call:
     """One request and what was answered; `output_ids` is empty unless an answer was complete."""
@@ -52,18 +61,18 @@ class Call:
 class StepEngine:
     """Says `script`, a list that is used up, or what `say` makes of a prompt once it is empty.
 
-    A step is a text, `Slow`, an int (an HTTP status), or bytes (a body that is sent as it is).
+    A step is a text, `Slow`, `Events`, an int (an HTTP status), or bytes (a body as it is).
     """
 
     def __init__(self) -> None:
         self.script: list[Any] = []
-        self.say: Callable[[str], str] | None = None
+        self.say: Callable[[str], str | Slow] | None = None
         self.calls: list[Call] = []
         self.aborted: list[str] = []
         self.version = 4
         self.url = ""
 
-    def reset(self, script: list[Any], say: Callable[[str], str] | None = None) -> None:
+    def reset(self, script: list[Any], say: Callable[[str], str | Slow] | None = None) -> None:
         """Begin a new episode."""
         self.script, self.say, self.calls = script, say, []
 
@@ -85,6 +94,8 @@ class StepEngine:
             return JSONResponse({"error": {"message": "scripted"}}, status_code=step)
         if isinstance(step, bytes):
             return Response(step, media_type="application/json")
+        if isinstance(step, Events):
+            return StreamingResponse(_told(step), media_type="text/event-stream")
         slow = step if isinstance(step, Slow) else Slow(step, 0.0)
         output = [*ids(slow.text), END]
         if body.get("stream"):
@@ -151,6 +162,14 @@ class StepEngine:
 
 def _event(value: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(value).encode() + b"\n\n"
+
+
+async def _told(step: Events) -> AsyncIterator[bytes]:
+    for event in step.events:
+        yield b"data: " + event + b"\n\n"
+        await asyncio.sleep(step.seconds)
+    if step.ended:
+        yield b"data: [DONE]\n\n"
 
 
 @contextlib.contextmanager

@@ -135,31 +135,31 @@ class Line:
 def check_samples(found: dict[str, Any], lines: Sequence[Line], engine: Any) -> None:
     """The samples are exactly `lines`, in any order; each answer is trained in the first with it.
 
-    `engine.calls` are the engine's own records: their ids and log-probabilities must be those of
-    the samples. An answer with the same ids before it, asked twice, is the last one.
+    `engine.calls` are the engine's own records: what a sample says of a `rid` must be what the
+    engine was asked and sampled under it.
     """
     expected = {line.tokens(): line for line in lines}
     assert len(expected) == len(lines), "two expected samples are the same"
     got = [tuple(sample["tokens"]) for sample in found["samples"]]
-    shown = [text_of(tokens) for tokens in got]
-    assert sorted(shown) == sorted(text_of(tokens) for tokens in expected)
-    assert sorted(got) == sorted(expected)
-    records = {(tuple(c.input_ids), tuple(c.output_ids)): c for c in engine.calls if c.output_ids}
+    unexpected = [text_of(tokens) for tokens in got if tokens not in expected]
+    missing = [text_of(tokens) for tokens in expected if tokens not in got]
+    assert sorted(got) == sorted(expected), f"{len(got)}: {unexpected=} {missing=}"
+    records = {call.rid: call for call in engine.calls}
     seen = set()
     for sample in found["samples"]:
+        turns = [t for t in expected[tuple(sample["tokens"])].turns() if t not in seen]
+        seen.update(turns)
         mask, logprobs = [0] * len(sample["tokens"]), [0.0] * len(sample["tokens"])
-        spans = []
-        for turn in expected[tuple(sample["tokens"])].turns():
-            if turn in seen:
-                continue
-            seen.add(turn)
-            start, end = len(turn[0]), len(turn[0]) + len(turn[1])
-            mask[start:end] = [1] * (end - start)
-            logprobs[start:end] = records[turn].logprobs
-            spans.append((records[turn].rid, start, end, records[turn].version, "stop"))
+        for turn, (before, answer) in zip(sample["turns"], turns, strict=True):
+            record = records.pop(turn["rid"])
+            assert (tuple(record.input_ids), tuple(record.output_ids)) == (before, answer)
+            span = slice(len(before), len(before) + len(answer))
+            assert (turn["start"], turn["end"]) == (span.start, span.stop)
+            assert turn["weight_version"] == record.version
+            assert turn["finish_reason"] == "stop"
+            mask[span] = [1] * len(answer)
+            logprobs[span] = record.logprobs
         assert sample["loss_mask"] == mask
         assert sample["logprobs"] == logprobs
-        names = ("rid", "start", "end", "weight_version", "finish_reason")
-        assert [tuple(turn[name] for name in names) for turn in sample["turns"]] == spans
     assert found["model_calls"] == len(seen)
     assert found["end_reason"] is None

@@ -1,0 +1,133 @@
+"""Many sessions at once: each one's samples are exact, and health is answered all the while."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+import pytest
+from client_engine import Call, Slow, StepEngine, step_engine
+from client_truth import Line, check_samples, make_byte_tokenizer, user
+from session_helpers import TOKEN, session_server
+
+CONTROL = {"Authorization": f"Bearer {TOKEN}"}
+
+
+class Echo:
+    """The engine's answers: what it was asked. A bad client's question takes it half a second."""
+
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
+
+    def __call__(self, prompt: str) -> str | Slow:
+        asked = prompt.rpartition("<|im_start|>user\n")[2].partition("<|im_end|>")[0]
+        first = asked not in self.seen
+        self.seen.add(asked)
+        return Slow(f"you said {asked}", 0.5 * ("slowly" in asked and first))
+
+
+class Load:
+    """One agent: a session, its history and the truth of it.
+
+    Every third one is a bad client: it drops a request and sends it again.
+    """
+
+    def __init__(self, http: aiohttp.ClientSession, url: str, number: int) -> None:
+        self.http = http
+        self.url = url
+        self.number = number
+        self.messages: list[dict[str, str]] = []
+        self.line = Line()
+
+    async def open(self) -> None:
+        body = {"max_seq_len": 50_000, "session_id": str(self.number)}
+        async with self.http.post(f"{self.url}/sessions", json=body, headers=CONTROL) as response:
+            self.session = f"{self.url}{(await response.json())['path']}"
+
+    async def ask(self) -> None:
+        body = {"messages": self.messages, "stream": self.number % 2 == 1}
+        async with self.http.post(f"{self.session}/v1/chat/completions", json=body) as response:
+            text = await response.text()
+            assert response.status == 200, text
+
+    async def turn(self, turn: int) -> None:
+        bad = self.number % 3 == 2 and turn % 2
+        asked = f"agent {self.number} turn {turn}: é☃" + (" slowly" if bad else "")
+        self.messages.append({"role": "user", "content": asked})
+        if bad:
+            impatient = asyncio.create_task(self.ask())
+            await asyncio.wait({impatient}, timeout=0.01 * (self.number % 5))
+            impatient.cancel()
+            await asyncio.gather(impatient, return_exceptions=True)
+        await self.ask()
+        self.messages.append({"role": "assistant", "content": f"you said {asked}"})
+        self.line = self.line.prompt(("\n" if turn else "") + user(asked)).answer(
+            f"you said {asked}"
+        )
+
+    async def turns(self, first: int, count: int) -> None:
+        for turn in range(first, first + count):
+            await self.turn(turn)
+
+    async def samples(self) -> dict[str, Any]:
+        async with self.http.get(f"{self.session}/samples", headers=CONTROL) as response:
+            assert response.status == 200
+            return await response.json()
+
+
+async def watch(http: aiohttp.ClientSession, url: str, done: asyncio.Event) -> list[int]:
+    """The statuses of /health while the load runs."""
+    found = []
+    while not done.is_set():
+        async with http.get(f"{url}/health") as response:
+            found.append(response.status)
+            await response.read()
+        await asyncio.sleep(0.02)
+    return found
+
+
+async def drive(url: str, engine: StepEngine, idle: int, active: int, turns: int) -> None:
+    """`idle` sessions of one turn beside `active` ones; then each idle one goes on for a turn."""
+    engine.reset([], Echo())
+    connector = aiohttp.TCPConnector(limit=200)
+    async with aiohttp.ClientSession(connector=connector) as http:
+        agents = [Load(http, url, number) for number in range(idle + active)]
+        await asyncio.gather(*(agent.open() for agent in agents))
+        sleeping, busy = agents[active:], agents[:active]
+        await asyncio.gather(*(agent.turns(0, 1) for agent in sleeping))
+        await asyncio.sleep(2.0)  # they leave memory
+        async with http.get(f"{url}/health") as response:
+            health = await response.json()
+        assert health["sessions"] == idle + active and health["spilled"] == idle + active
+        done = asyncio.Event()
+        watching = asyncio.create_task(watch(http, url, done))
+        await asyncio.gather(*(agent.turns(0, turns) for agent in busy))
+        done.set()
+        statuses = await watching
+        assert len(statuses) > 5 and set(statuses) == {200}
+        await asyncio.gather(*(agent.turns(1, 1) for agent in sleeping))
+        calls: dict[int, list[Call]] = defaultdict(list)
+        for call in engine.calls:
+            calls[int(call.prompt.partition("agent ")[2].partition(" ")[0])].append(call)
+        for agent in agents:
+            own = SimpleNamespace(calls=calls[agent.number])
+            check_samples(await agent.samples(), [agent.line], own)
+
+
+@pytest.mark.parametrize(
+    ("idle", "active", "turns"),
+    [(60, 24, 6), pytest.param(1000, 64, 30, marks=pytest.mark.slow)],
+)
+async def test_each_session_is_exact_under_load(
+    idle: int, active: int, turns: int, tmp_path: Path
+) -> None:
+    model = make_byte_tokenizer(tmp_path / "model")
+    with (
+        step_engine() as engine,
+        session_server(model, engine.url, tmp_path, "--spill-after", "0.5") as url,
+    ):
+        await drive(url, engine, idle, active, turns)
