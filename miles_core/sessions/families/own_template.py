@@ -15,6 +15,7 @@ _USER = Message("user", "question")
 _PROBE = "PROBE"
 _CALL = Message("assistant", "", (ToolCall("probe", {"text": "a b", "number": 1}, "call00000"),))
 _THINKING = Message("assistant", _PROBE, (), "thought")
+_UNREAD = {"call": "the template writes no calls, or none in a form that is known"}
 _RESULT = Message("tool", "result", (), "", "call00000", "probe")
 
 
@@ -28,7 +29,6 @@ class TemplateNotation:
 
     name = "template"
     tokens: tuple[str, ...] = ()
-    exceptions: Mapping[str, str] = {}
 
     def __init__(
         self,
@@ -38,6 +38,7 @@ class TemplateNotation:
         local: bool = False,
     ) -> None:
         self.template, self.stops, self.reader, self.local = template, stops, reader, local
+        self.exceptions: Mapping[str, str] = {} if reader else _UNREAD
         self._prompts = {role: self._prompt_after(role) for role in ("user", "tool", "system")}
         self.reasoning = self._keeps_reasoning()
 
