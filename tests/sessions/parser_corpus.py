@@ -92,6 +92,7 @@ def corpus(family: str) -> list[Case]:
         from parser_corpus_harmony import harmony_corpus
 
         return harmony_corpus()
+    family = "llama3" if family.startswith("llama3") else family
     cases = [*_well_formed(family), *_malformed(family)]
     if family in ("qwen3", "qwen3-thinking", "glm45", "glm47"):
         cases += _thinking(family)
@@ -127,6 +128,9 @@ def _well_formed(family: str) -> list[Case]:
         Case("empty", ""),
         Case("half a mark", "a <tool_ca", "a <tool_ca"),
     ]
+    if not family.startswith("glm"):
+        marked = {"command": "echo '<tool_call> </tool_call>'"}
+        cases.append(Case("marks in JSON", one("bash", marked), "", (("bash", marked),)))
     pair: tuple[Call, ...] = (("bash", BASH), ("now", {}))
     cases.append(Case("parallel", write_calls(family, pair), "", pair))
     if family != "llama3":
@@ -161,7 +165,6 @@ def _malformed(family: str) -> list[Case]:
     if family.startswith(("qwen", "chatml", "glm")):
         texts["end alone"] = "so </tool_call> it is"
         texts["start alone"] = f"{good}\n<tool_call>"
-        texts["nested marks"] = good.replace("ls -la", "<tool_call>ls")
         texts["empty call"] = "<tool_call>\n</tool_call>"
     if family == "deepseek-v3":
         texts["no end"] = good.removesuffix("<｜tool▁calls▁end｜>")
@@ -178,6 +181,7 @@ def _tags(family: str) -> list[Case]:
     """Malformed calls of GLM, whose arguments stand between tags."""
     good = write_calls(family, [("bash", {"command": "a", "timeout": 3})])
     texts = {
+        "nested marks": good.replace("a</arg_value>", "<tool_call>a</tool_call></arg_value>"),
         "no value end": good.replace("</arg_value>", "", 1),
         "no value": good.replace("<arg_value>a</arg_value>", ""),
         "no key end": good.replace("</arg_key>", "", 1),

@@ -11,7 +11,7 @@ START, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 SEPARATOR = "<｜tool▁sep｜>"
 _MARKS = (START, END, CALL, CALL_END, SEPARATOR)
-_FENCE, _FENCE_END = "\n```json\n", "\n```"
+FENCE, FENCE_END = "\n```json\n", "\n```"
 
 
 def split_calls(text: str) -> tuple[list[str], list[str]] | None:
@@ -39,14 +39,14 @@ def split_calls(text: str) -> tuple[list[str], list[str]] | None:
 def parse_body(body: str) -> ToolCall | None:
     """The call `function<sep>NAME` and a fence with its arguments; None when it is malformed."""
     kind, separator, rest = body.partition(SEPARATOR)
-    name, fence, fenced = rest.partition(_FENCE)
+    name, fence, fenced = rest.partition(FENCE)
     name = name.strip()
     if kind.strip() != "function" or not separator or not fence or name.split() != [name]:
         return None
     read = read_json(fenced, 0)
     if read is None or not isinstance(read[0], dict):
         return None
-    if fenced[skip_space(fenced, read[1]) :].rstrip() != _FENCE_END.lstrip("\n"):
+    if fenced[skip_space(fenced, read[1]) :].rstrip() != FENCE_END.lstrip("\n"):
         return None
     return ToolCall(name, read[0])
 
@@ -76,10 +76,13 @@ def settled_content(text: str) -> str:
     return text[: safe_length(text, START)].rstrip()
 
 
+def write_call(name: str, arguments: str) -> str:
+    """A call as text; `arguments` are JSON."""
+    return f"{CALL}function{SEPARATOR}{name}{FENCE}{arguments}{FENCE_END}{CALL_END}"
+
+
 def render_calls(message: Message) -> str:
     """Content and calls of an answer as text."""
-    calls = "\n".join(
-        f"{CALL}function{SEPARATOR}{call.name}{_FENCE}{clean_text(call.arguments_json)}{_FENCE_END}{CALL_END}"
-        for call in message.tool_calls
-    )
-    return f"{message.content}{START}{calls}{END}" if calls else message.content
+    calls = [write_call(c.name, clean_text(c.arguments_json)) for c in message.tool_calls]
+    section = "\n".join(calls)
+    return f"{message.content}{START}{section}{END}" if calls else message.content

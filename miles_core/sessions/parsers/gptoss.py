@@ -9,7 +9,7 @@ reasoning; `final`, and `commentary` that is no call, are content.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from miles_core.sessions.messages import Message, ToolCall, clean_text
@@ -81,8 +81,11 @@ def parse_call(part: Part) -> ToolCall | None:
     return ToolCall(name, read[0]) if whole else None
 
 
-def parse_answer(text: str) -> Message:
-    """Reasoning, content and calls of an answer.
+ReadCall = Callable[[Part], ToolCall | None]
+
+
+def parse_answer(text: str, read_call: ReadCall = parse_call) -> Message:
+    """Reasoning, content and calls of an answer, the calls as `read_call` reads them.
 
     What is no message of this notation stays content, as it is and to the end of the answer; so do
     all calls, when one of them is malformed or anything malformed follows them.
@@ -93,7 +96,7 @@ def parse_answer(text: str) -> Message:
     kept = (0, 0)  # how much of reasoning and content stands before the first call
     first = len(text)
     for part in split_parts(text):
-        call = parse_call(part) if part.recipient else None
+        call = read_call(part) if part.recipient else None
         if part.channel == "" or (part.recipient and call is None):
             raw = text[min(first, part.start) :]
             if calls:
