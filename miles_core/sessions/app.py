@@ -123,10 +123,10 @@ class SessionApp:
         content = await _body(request)
         session = await self.store.get(request.path_params["session_id"])
         try:
-            body = read_json(content)
+            async with self.chat.pace.piece():
+                chat = parse_request(read_json(content))
         except ValueError as error:
             raise ApiError(400, "invalid_value", f"the body is no JSON: {error}") from error
-        chat = parse_request(body)
         call = session.calls.start(
             request.headers.get("idempotency-key"),
             hashlib.sha256(content).digest(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from miles_core.sessions.calls import Call
@@ -20,6 +20,7 @@ from miles_core.sessions.generation import (
     WantedExperts,
 )
 from miles_core.sessions.messages import Message, MessageError
+from miles_core.sessions.pace import Pace
 from miles_core.sessions.protocol import EndReason
 from miles_core.sessions.session import Match, Place, Session
 from miles_core.sessions.store import SessionStore, disk_failed
@@ -27,8 +28,10 @@ from miles_core.sessions.tree import Recorded, Turn
 
 log = logging.getLogger("miles.sessions")
 
-# New text that is longer is rendered in a thread, so that other sessions go on meanwhile.
+# Longer new text (characters) is rendered, and longer answers (tokens) are read, in a thread:
+# other sessions go on meanwhile.
 _SHORT = 16 * 2**10
+_LONG_ANSWER = 4 * 2**10
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class ChatService:
     family: ChatFamily
     engine: EngineCaller
     store: SessionStore
+    pace: Pace = field(default_factory=Pace)
 
     async def answer(self, session: Session, request: ChatRequest, call: Call) -> dict[str, Any]:
         """One model call; raises `ApiError`. Calls of one session run beside each other.
@@ -52,13 +56,17 @@ class ChatService:
         place = await self._place(session, request)
         self._check_turns(session, place)
         generation = await self._generate(session, request, place, call)
-        message = await self._message(request, generation, call.rid)
-        if session.closed:
-            raise session_gone()
-        self._record(session, place, generation, message, call.rid, started)
-        usage = (place.length, len(generation.output_ids))
-        listed = self._logprobs(generation) if request.logprobs else None
-        return completion(request, call.rid, message, generation.finish_reason, usage, listed)
+        if len(generation.output_ids) > _LONG_ANSWER:
+            message = await asyncio.to_thread(self._message, request, generation, call.rid)
+        async with self.pace.piece():
+            if len(generation.output_ids) <= _LONG_ANSWER:
+                message = self._message(request, generation, call.rid)
+            if session.closed:
+                raise session_gone()
+            self._record(session, place, generation, message, call.rid, started)
+            usage = (place.length, len(generation.output_ids))
+            listed = self._logprobs(generation) if request.logprobs else None
+            return completion(request, call.rid, message, generation.finish_reason, usage, listed)
 
     def _check_turns(self, session: Session, place: Place) -> None:
         """Refuse a call beyond the limit, of which a retry of an answered call uses nothing."""
@@ -75,10 +83,11 @@ class ChatService:
     async def _place(self, session: Session, request: ChatRequest) -> Place:
         """Where the request belongs, and the ids that are new."""
         try:
-            match = session.match(request.messages, request.tools)
-            if match.parent is None or _length(match) > _SHORT:
-                return await asyncio.to_thread(match.render, self.family)
-            return match.render(self.family)
+            async with self.pace.piece():
+                match = session.match(request.messages, request.tools)
+                if _length(match) <= _SHORT:
+                    return match.render(self.family)
+            return await asyncio.to_thread(match.render, self.family)
         except (MessageError, RecursionError) as error:
             text = str(error) if isinstance(error, MessageError) else "nested too deep"
             raise ApiError(400, "invalid_value", text, "messages") from error
@@ -119,14 +128,9 @@ class ChatService:
             text = text[: max(0, len(text) - longest)]
         return self.family.notation.settled(text)
 
-    async def _message(self, request: ChatRequest, generation: Generation, rid: str) -> Message:
-        def parse() -> Message:
-            text = _cut(self.family.text_of(generation.output_ids.tolist()), request.stop)
-            return self.family.notation.parse(text).with_call_ids(f"call_{rid}")
-
-        if len(generation.output_ids) > _SHORT // 4:
-            return await asyncio.to_thread(parse)
-        return parse()
+    def _message(self, request: ChatRequest, generation: Generation, rid: str) -> Message:
+        text = _cut(self.family.text_of(generation.output_ids.tolist()), request.stop)
+        return self.family.notation.parse(text, request.tools).with_call_ids(f"call_{rid}")
 
     def _record(
         self,

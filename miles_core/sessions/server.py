@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import ipaddress
 import logging
 import os
@@ -107,6 +108,10 @@ def _spill_dir(given: Path | None) -> Iterator[Path]:
 
 
 def _run(args: argparse.Namespace, app: Starlette, sock: socket.socket) -> None:
+    # What exists by now lives as long as the process: looking through it for garbage would hold up
+    # every request for tens of milliseconds.
+    gc.collect()
+    gc.freeze()
     config = uvicorn.Config(
         app,
         # Paths hold the secrets of sessions, so requests are not logged.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 import os
@@ -67,6 +68,7 @@ class ScriptedEngine:
         self.version = "3"
         self.pace_s = 0.0
         self.delay_s = 0.02
+        self.experts: Callable[[int, int], bytes] | None = None
         self.break_after: int | None = None
         self.in_flight = self.most_in_flight = 0
         self.url = ""
@@ -118,9 +120,15 @@ class ScriptedEngine:
         reason = reason or ({"type": "stop", "matched": cut[-1]} if stopped else {"type": "length"})
         logprobs = [-((i * 7 + len(body["input_ids"])) % 97) / 16 for i in range(len(cut))]
         self.sent[body["rid"]] = (cut, logprobs)
+        meta: dict[str, Any] = {}
+        if self.experts is not None:
+            end = len(body["input_ids"]) + len(cut) - 1
+            data = self.experts(body["routed_experts_start_len"], end)
+            meta["routed_experts"] = base64.b64encode(data).decode()
         return {
             "output_ids": cut,
             "meta_info": {
+                **meta,
                 "id": body["rid"],
                 "finish_reason": reason,
                 "weight_version": self.version,
