@@ -118,7 +118,7 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=32, help="sessions side by side")
     parser.add_argument("--turns", type=int, default=50, help="turns of each")
     parser.add_argument("--idle", type=int, default=1000, help="idle sessions beside /health")
-    parser.add_argument("--health-turns", type=int, default=30, help="turns beside /health")
+    parser.add_argument("--health-turns", type=int, default=120, help="turns beside /health")
     parser.add_argument("--row-bytes", type=int, default=1000, help="routing data of a token")
     parser.add_argument("--repeats", type=int, default=3, help="rounds of each phase")
     parser.add_argument("--cost-repeats", type=int, default=200, help="times that a part is timed")

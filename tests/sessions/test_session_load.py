@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -131,3 +132,39 @@ async def test_each_session_is_exact_under_load(
         session_server(model, engine.url, tmp_path, "--spill-after", "0.5") as url,
     ):
         await drive(url, engine, idle, active, turns)
+
+
+async def test_samples_are_read_while_calls_run(tmp_path: Path) -> None:
+    """Each reading is whole: turns that have been answered are in it, and each one once."""
+    model = make_byte_tokenizer(tmp_path / "model")
+    with step_engine() as engine, session_server(model, engine.url, tmp_path) as url:
+        engine.reset([], Echo())
+        async with aiohttp.ClientSession() as http:
+            agent = Load(http, url, 0)
+            await agent.open()
+            answered, done = 0, asyncio.Event()
+
+            async def ask(caller: int) -> None:
+                nonlocal answered
+                for number in range(120):
+                    body = {"messages": [{"role": "user", "content": f"{caller}-{number}"}]}
+                    address = f"{agent.session}/v1/chat/completions"
+                    async with http.post(address, json=body) as response:
+                        assert response.status == 200, await response.text()
+                    answered += 1
+
+            async def read() -> None:
+                while not done.is_set():
+                    before = answered
+                    address = f"{agent.session}/samples"
+                    async with http.get(address, headers=CONTROL) as response:
+                        text = await response.text()
+                    assert response.status == 200, text
+                    calls = int(re.findall(r'"model_calls":(\d+)', text[:200])[0])
+                    assert text.count('"rid":') == calls >= before
+
+            readers = [asyncio.create_task(read()) for _ in range(4)]
+            await asyncio.gather(*(ask(caller) for caller in range(8)))
+            done.set()
+            await asyncio.gather(*readers)
+            assert (await agent.samples())["model_calls"] == 960
