@@ -276,6 +276,47 @@ def test_an_engine_that_answers_anything(
     assert agent.delete() == 204
 
 
+PATHS = st.one_of(
+    st.sampled_from(
+        ["/", "//", "/sessions/", "/sessions//samples", "/sessions/{id}/", "/sessions/{id}/v1",
+         "/sessions/{id}/v1/chat/completions/", "/sessions/{id}/v1/models/a%2Fb", "/v1/models",
+         "/sessions/{id}/v1/models/%ff", "/sessions/%00/samples", "/sessions/{id}/v1/responses",
+         "/sessions/../health", "/sessions/{id}%2Fsamples", "/sessions/" + "a" * 5000]
+    ),
+    st.text(st.characters(min_codepoint=33, max_codepoint=126, exclude_characters="?#"),
+            max_size=20).map(lambda text: "/" + text),
+)  # fmt: skip
+METHODS = st.sampled_from(["GET", "POST", "DELETE", "PUT", "HEAD", "OPTIONS", "PATCH", "TRACE"])
+
+
+@settings(MANY, max_examples=100)
+@given(path=PATHS, method=METHODS, key=st.binary(max_size=20))
+def test_any_route(url: str, http: httpx.Client, path: str, method: str, key: bytes) -> None:
+    """An unknown route is told as one; a known one without the control token is refused."""
+    agent = Agent(url, http)
+    address = httpx.URL(url, raw_path=path.replace("{id}", agent.id).encode())
+    plain = bytes(byte for byte in key if 32 < byte < 127 or byte > 160)
+    headers = {"Idempotency-Key": plain, "Content-Type": "application/json"}
+    response = http.request(method, address, headers=headers, content=b"{}")
+    known = response.status_code == 200 and method in ("GET", "HEAD")
+    assert known or response.status_code in (307, 400, 401, 404, 405), response.text
+    if response.status_code in (401, 404, 405) and method != "HEAD":
+        check_error(response)
+    assert agent.samples()["model_calls"] == 0
+
+
+def test_odd_keys_and_methods(url: str, http: httpx.Client, steps: StepEngine) -> None:
+    agent = Agent(url, http)
+    steps.reset([], lambda prompt: "ok")
+    body = json.dumps({"messages": [{"role": "user", "content": "u"}]}).encode()
+    for key in (b"", b"\xff\xfe", b"a" * 5000, b"a, b"):
+        headers = {"Idempotency-Key": key}
+        address = f"{agent.url}/v1/chat/completions"
+        response = http.post(address, content=body, headers=headers)
+        assert response.status_code in (200, 400), response.text
+    assert agent.samples()["model_calls"] >= 1
+
+
 def so_far(count: int) -> bytes:
     """The first ids of `GENERATED`, while more are sampled."""
     meta = {**GENERATED["meta_info"], "finish_reason": None, "completion_tokens": count}
