@@ -10,6 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from miles_core.errors import UserError
+from miles_core.sessions.messages import clean_text
 
 
 class ChatTokenizer:
@@ -38,8 +39,11 @@ class ChatTokenizer:
         return json.loads(path.read_text("utf-8")) if path.is_file() else {}
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`; special tokens in it become their ids and none is added."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        """Ids of `text`; special tokens in it become their ids and none is added.
+
+        Halves of surrogate pairs, which no tokenizer knows, become U+FFFD.
+        """
+        return self._tokenizer.encode(clean_text(text), add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, special tokens included; bytes that are no UTF-8 become U+FFFD."""

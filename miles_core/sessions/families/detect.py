@@ -14,7 +14,7 @@ from miles_core.sessions.families.proof import prove
 from miles_core.sessions.families.registry import FAMILIES, detectable, notation
 from miles_core.sessions.messages import Message, MessageError, ToolCall
 from miles_core.sessions.tokens import ChatTokenizer
-from miles_core.sessions.verify.corpus import Conversation, Writer
+from miles_core.sessions.verify.corpus import Conversation, Writer, thinking_aloud
 
 # Without a template: tokens that only one kind of checkpoint has, and its family.
 TOKEN_HINTS = (
@@ -187,6 +187,8 @@ def proven_template(
     template = template or OwnTemplate(tokenizer)
     found = template_notation(tokenizer, template, fitting(tokenizer))
     corpus = Writer(_PROOF_SEED).conversations(_PROOF_CONVERSATIONS)
+    if not found.reasoning:
+        corpus = [thinking_aloud(conversation) for conversation in corpus]
     broken, local, accepted = prove(found, corpus)
     if broken is not None:
         raise UserError(

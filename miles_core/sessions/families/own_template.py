@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from typing import Protocol
 
 from miles_core.errors import UserError
 from miles_core.sessions.families.jinja import OwnTemplate
 from miles_core.sessions.families.notation import NotAppendOnly, Notation, Tools
 from miles_core.sessions.messages import Message, MessageError, ToolCall
+from miles_core.sessions.parsers.qwen_xml import QwenXml
 from miles_core.sessions.tokens import ChatTokenizer
 
 _USER = Message("user", "question")
@@ -17,6 +19,17 @@ _CALL = Message("assistant", "", (ToolCall("probe", {"text": "a b", "number": 1}
 _THINKING = Message("assistant", _PROBE, (), "thought")
 _UNREAD = {"call": "the template writes no calls, or none in a form that is known"}
 _RESULT = Message("tool", "result", (), "", "call00000", "probe")
+
+
+class Reader(Protocol):
+    """Reads answers, as a notation does."""
+
+    @property
+    def name(self) -> str: ...
+
+    def parse(self, text: str, tools: Tools = ()) -> Message: ...
+
+    def settled(self, text: str) -> tuple[str, str]: ...
 
 
 class TemplateNotation:
@@ -34,7 +47,7 @@ class TemplateNotation:
         self,
         template: OwnTemplate,
         stops: tuple[str, ...],
-        reader: Notation | None,
+        reader: Reader | None,
         local: bool = False,
     ) -> None:
         self.template, self.stops, self.reader, self.local = template, stops, reader, local
@@ -140,14 +153,15 @@ def find_stops(tokenizer: ChatTokenizer, template: OwnTemplate) -> tuple[str, ..
 
 def find_reader(
     template: OwnTemplate, stops: tuple[str, ...], known: Sequence[Notation]
-) -> Notation | None:
-    """The first notation that reads a call, as this template writes it, back as it was."""
+) -> Reader | None:
+    """The first reader that reads a call, as this template writes it, back as it was."""
     try:
         text = TemplateNotation(template, stops, None).answer(_CALL)
     except (MessageError, NotAppendOnly):
         return None
     text = text.removesuffix(stops[0])
-    return next((notation for notation in known if notation.parse(text) == _CALL), None)
+    readers: list[Reader] = [*known, QwenXml(opened=False), QwenXml(opened=True)]
+    return next((reader for reader in readers if reader.parse(text) == _CALL), None)
 
 
 def template_notation(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from miles_core.sessions.messages import Message, ToolCall
+from miles_core.sessions.parsers.reasoning import render_reasoning
 
 TEXTS = (
     "List the files.",
@@ -51,6 +52,21 @@ class Conversation:
     def answers(self) -> list[int]:
         """Positions of the assistant's messages."""
         return [i for i, m in enumerate(self.messages) if m.role == "assistant"]
+
+
+def thinking_aloud(conversation: Conversation) -> Conversation:
+    """The same where nobody knows reasoning from content, so that it stands at its beginning."""
+    messages = tuple(
+        replace(
+            message,
+            content=render_reasoning(message.reasoning_content) + message.content,
+            reasoning_content="",
+        )
+        if message.reasoning_content
+        else message
+        for message in conversation.messages
+    )
+    return Conversation(messages, conversation.tools)
 
 
 def make_tools(rng: random.Random) -> tuple[dict[str, Any], ...]:
