@@ -78,11 +78,11 @@ def test_a_later_system_message_is_a_user_s_turn() -> None:
     assert prompt(messages).endswith(f"C{END}<｜User｜>S<｜Assistant｜>")
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_session_is_the_text_of_its_conversation(seed: int) -> None:
-    messages = random_conversation(random.Random(seed))
-    tools = TOOLS if seed % 2 else []
-    assert "".join(walk(V3, messages, tools)) == prompt(messages, tools)
+def test_a_session_is_the_text_of_its_conversation() -> None:
+    for seed in SEEDS:
+        messages = random_conversation(random.Random(seed))
+        tools = TOOLS if seed % 2 else []
+        assert "".join(walk(V3, messages, tools)) == prompt(messages, tools)
 
 
 @cache
@@ -103,22 +103,22 @@ def rendered(messages: list[Message]) -> str:
     return render(template(), raw, bos_token=BEGIN, add_generation_prompt=True)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_session_has_the_text_of_the_real_template(seed: int) -> None:
-    shape = Shape((True, False), (0,), late_system=False, stray_results=False)
-    messages = random_conversation(random.Random(seed), shape)
-    assert rendered(messages) == "".join(walk(V3, messages, []))
+def test_a_session_has_the_text_of_the_real_template() -> None:
+    for seed in SEEDS:
+        shape = Shape((True, False), (0,), late_system=False, stray_results=False)
+        messages = random_conversation(random.Random(seed), shape)
+        assert rendered(messages) == "".join(walk(V3, messages, []))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_the_first_calls_have_the_text_of_the_real_template(seed: int) -> None:
+def test_the_first_calls_have_the_text_of_the_real_template() -> None:
     """Two calls without content, their results, an answer: what the template gets right."""
-    shape = Shape((False,), (2,), (False,), False, False, False)
-    calls = random_conversation(random.Random(seed), shape, 1)
-    if calls[-1].role != "user":
-        calls = [*calls, Message("assistant", "done"), Message("user", "more")]
-        assert rendered(calls[:-2]) == "".join(walk(V3, calls[:-2], []))
-        assert rendered(calls) == "".join(walk(V3, calls, []))
+    for seed in SEEDS:
+        shape = Shape((False,), (2,), (False,), False, False, False)
+        calls = random_conversation(random.Random(seed), shape, 1)
+        if calls[-1].role != "user":
+            calls = [*calls, Message("assistant", "done"), Message("user", "more")]
+            assert rendered(calls[:-2]) == "".join(walk(V3, calls[:-2], []))
+            assert rendered(calls) == "".join(walk(V3, calls, []))
 
 
 RESULT = Message("tool", "T")
@@ -141,14 +141,14 @@ def test_the_exceptions_are_real(feature: str) -> None:
     assert rendered(messages) != "".join(walk(V3, messages, []))
 
 
-@pytest.mark.parametrize("seed", range(0, 150, 5))
-def test_ids_of_the_pieces_are_ids_of_the_whole(seed: int) -> None:
+def test_ids_of_the_pieces_are_ids_of_the_whole() -> None:
     """No token stretches over the joint between a prompt and an answer."""
-    tokenizer = _tokenizer()
-    pieces = walk(V3, random_conversation(random.Random(seed)), TOOLS)
-    ids = [i for piece in pieces for i in tokenizer.encode(piece, add_special_tokens=False).ids]
-    assert ids == tokenizer.encode("".join(pieces), add_special_tokens=False).ids
-    assert tokenizer.decode(ids, skip_special_tokens=False) == "".join(pieces)
+    for seed in range(0, 150, 5):
+        tokenizer = _tokenizer()
+        pieces = walk(V3, random_conversation(random.Random(seed)), TOOLS)
+        ids = [i for piece in pieces for i in tokenizer.encode(piece, add_special_tokens=False).ids]
+        assert ids == tokenizer.encode("".join(pieces), add_special_tokens=False).ids
+        assert tokenizer.decode(ids, skip_special_tokens=False) == "".join(pieces)
 
 
 @cache

@@ -17,7 +17,6 @@ from miles_core.sessions.parsers.sglang import Parse, sglang_parser
 
 NAMES = ("chatml", "smollm2", "qwen2.5", "qwen3-instruct", "qwen3", "qwen3-thinking",
          "glm45", "glm47", "llama3", "llama3.2", "deepseek-v3", "gpt-oss")  # fmt: skip
-CASES = [(name, case) for name in NAMES for case in corpus(name)]
 MARKS = (
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>"),
     *("<arg_value>", "</arg_value>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
@@ -57,15 +56,25 @@ def test_there_is_none_where_sglang_is_not_installed(monkeypatch: pytest.MonkeyP
         sglang_modules.load_sglang.cache_clear()
 
 
-@pytest.mark.parametrize(("name", "case"), CASES, ids=lambda x: x if isinstance(x, str) else x.name)
-def test_both_read_an_answer_as_it_is_meant(name: str, case: Case) -> None:
+def meaning(case: Case) -> tuple[Any, ...]:
+    """What an answer means."""
     content = case.content
     if case.malformed:
         content = content.removeprefix("</think>").lstrip("\n")
     calls = tuple(ToolCall(*call) for call in case.calls)
-    meant = exact(Message("assistant", content, calls, case.reasoning))
-    assert exact(notation(name).parse(case.text, case.tools)) == meant
-    assert exact(theirs(name)(case.text, case.tools)) == meant
+    return exact(Message("assistant", content, calls, case.reasoning))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_built_in_parser_reads_answers_as_they_are_meant(name: str) -> None:
+    for case in corpus(name):
+        assert exact(notation(name).parse(case.text, case.tools)) == meaning(case), case.name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sglang_s_parser_reads_answers_as_they_are_meant(name: str) -> None:
+    for case in corpus(name):
+        assert exact(theirs(name)(case.text, case.tools)) == meaning(case), case.name
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -75,6 +84,16 @@ def test_both_read_random_answers_alike(name: str) -> None:
         text = own.answer(random_answer(random.Random(seed), Shape(), 0))
         text = text.removesuffix(stop_of(own, text) or "")
         assert exact(parse(text, TOOLS)) == exact(own.parse(text, TOOLS)), text
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("depth", [50, 300, 100_000])
+def test_deep_arguments_are_read_or_stay_text(name: str, depth: int) -> None:
+    deep = "[" * depth + "]" * depth
+    for case in corpus(name):
+        text = case.text.replace('"ls -la"', deep).replace(">ls -la<", f">{deep}<")
+        read = theirs(name)(text, TOOLS)
+        assert exact(read) == exact(notation(name).parse(text, TOOLS)), case.name
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -31,14 +31,15 @@ SGLang each one with the white space around its tags that it insists on.
 | gpt-oss: text without headers is dropped | it is content | it was sampled |
 | gpt-oss: reasoning in several messages is put together without a break | a line break between | words would run together |
 
-Of the arguments of GLM's calls, whose values have no quotes, SGLang gives the names; the values are
-read by this package's rule, from the tool's JSON schema. What is reasoning in gpt-oss is said by
+Of the arguments of GLM's calls, whose values have no quotes, SGLang gives the names; the values do
+not go through it, but are read by this package's rule, from the tool's JSON schema. What is reasoning in gpt-oss is said by
 its headers; SGLang reads the calls.
 """  # noqa: E501
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -51,6 +52,7 @@ from miles_core.sessions.parsers.reasoning import END as THINK_END
 from miles_core.sessions.parsers.reasoning import START as THINK
 from miles_core.sessions.parsers.sglang_modules import SglangModules, load_sglang
 
+_LOG = logging.getLogger(__name__)
 Tools = Sequence[dict[str, Any]]
 Parse = Callable[[str, Tools], Message]
 
@@ -112,9 +114,7 @@ def _find_glm(text: str) -> Found | None:
     bodies = [body for raw in split[1] if (body := glm.split_body(raw)) is not None]
     blocks = [
         f"{glm.START}{name}"
-        + "".join(
-            f"{glm.KEY}{key}{glm.KEY_END}{glm.VALUE}{value}{glm.VALUE_END}" for key, value in pairs
-        )
+        + "".join(f"{glm.KEY}{key}{glm.KEY_END}{glm.VALUE}0{glm.VALUE_END}" for key, _ in pairs)
         + glm.END
         for name, pairs in bodies
     ]
@@ -196,10 +196,14 @@ def _read_calls(
     modules: SglangModules, parser: str, names: Sequence[str], text: str, tools: Tools
 ) -> tuple[ToolCall, ...] | None:
     """The calls that SGLang reads in `text`; None unless these are calls of all `names`."""
-    read = modules.calls(parser, _known(names, tools), text)
+    try:
+        read = modules.calls(parser, _known(names, tools), text)
+        arguments = [json.loads(call.parameters) for call in read]
+    except (ValueError, RecursionError) as error:
+        _LOG.warning("SGLang's parser %s refuses a call: %s", parser, error)
+        return None
     if [call.name for call in read] != list(names):
         return None
-    arguments = [json.loads(call.parameters) for call in read]
     if not all(isinstance(given, dict) for given in arguments):
         return None
     return tuple(ToolCall(*pair) for pair in zip(names, arguments, strict=True))

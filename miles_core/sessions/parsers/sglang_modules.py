@@ -45,33 +45,36 @@ class SglangModules(NamedTuple):
 
 @cache
 def load_sglang() -> SglangModules | None:
-    """SGLang's parsers, or None where it is not installed.
+    """SGLang's parsers, or None where it is not installed or cannot be imported (a warning).
 
     Importing `sglang` itself loads kernels and takes long. So, unless this process has done that,
     its packages are entered as empty ones, and only the files of the parsers are run (these load
     torch and transformers: some seconds, once). Such a process cannot use the rest of SGLang.
     """
+    entered = [] if "sglang" in sys.modules else _enter_packages()
+    if "sglang" not in sys.modules:
+        return None
     try:
-        if "sglang" not in sys.modules and not _enter_packages():
-            return None
         protocol = importlib.import_module("sglang.srt.entrypoints.openai.protocol")
         calls = importlib.import_module("sglang.srt.function_call.function_call_parser")
         reasoning = importlib.import_module("sglang.srt.parser.reasoning_parser")
         return SglangModules(calls.FunctionCallParser, reasoning.ReasoningParser, protocol.Tool)
     except (ImportError, AttributeError) as error:
         _LOG.warning("SGLang is installed, but its parsers cannot be used: %s", error)
+        for name in entered:
+            sys.modules.pop(name, None)
         return None
 
 
-def _enter_packages() -> bool:
-    """Whether SGLang is installed; its packages are then modules that have run no code."""
+def _enter_packages() -> list[str]:
+    """Names of SGLang's packages, now modules that have run no code; none if not installed."""
     spec = importlib.util.find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
-        return False
+        return []
     root = Path(next(iter(spec.submodule_search_locations))).parent
     for name in _PACKAGES:
         module = types.ModuleType(name)
         module.__path__ = [str(root.joinpath(*name.split(".")))]
         module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
         sys.modules[name] = module
-    return True
+    return list(_PACKAGES)
