@@ -10,6 +10,8 @@ from session_helpers import BASH, make_tokenizer
 
 from miles_core.errors import UserError
 from miles_core.sessions.families import FAMILIES, NotAppendOnly, load_family
+from miles_core.sessions.families.features import FEATURES
+from miles_core.sessions.families.registry import notation
 from miles_core.sessions.families.terse import TEMPLATE
 from miles_core.sessions.messages import MessageError, parse_messages
 from miles_core.sessions.verify.corpus import Writer
@@ -203,6 +205,16 @@ def test_the_template_of_our_own_models_is_their_notation(tmp_path: Path) -> Non
     for talk in Writer(11, reasoning=False).conversations(60):
         tools, messages = list(talk.tools), list(talk.messages)
         assert own.render_text(messages, tools) == terse.render_text(messages, tools)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_documentation_lists_each_family_and_its_exceptions(name: str) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "sessions.md").read_text()
+    assert f"\n| `{name}` | " in page
+    exceptions = {} if name == "template" else notation(name).exceptions
+    assert set(exceptions) <= set(FEATURES)
+    for feature in exceptions:
+        assert f"\n| `{name}` | {FEATURES[feature]} | " in page
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from real_tokenizers import tokenizer_dir
 
 from miles_core.errors import UserError
 from miles_core.sessions.families import load_family
-from miles_core.sessions.families.features import FEATURES
 from miles_core.sessions.families.own_template import TemplateNotation
 from miles_core.sessions.verify.check import verify
 
@@ -44,11 +43,6 @@ def test_random_conversations(case: Case) -> None:
         assert all(check.ok for check in checks), [c.first for c in checks if c.first]
 
     run()
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_exceptions_have_names(case: Case) -> None:
-    assert set(case.load().notation.exceptions) <= set(FEATURES)
 
 
 @pytest.mark.parametrize(
