@@ -25,15 +25,15 @@ SGLang each one with the white space around its tags that it insists on.
 | glm45, glm47: a forgotten tag makes a key, a value, or a call without arguments of what follows | malformed | the call would do something else |
 | glm45, glm47: the same key twice | malformed | one value would be lost |
 | deepseekv3: calls without the end of their section, text between calls | malformed | an answer that was cut off |
-| gpt-oss: calls in the form of the chat template, calls without a type, and calls that do not follow `<|start|>`assistant are not found | they are calls | all are harmony, and that token is part of the prompt |
+| gpt-oss: calls in the form of the chat template, calls without a type, and calls that do not follow `<|start|>assistant` are not found | they are calls | all are harmony, and that token is part of the prompt |
 | gpt-oss: `fs.read` is the tool `read` | `fs.read` | only `functions.` is a namespace |
 | gpt-oss: a call with `<|` in an argument is dropped | it is a call | no token, but text in JSON |
 | gpt-oss: text without headers is dropped | it is content | it was sampled |
 | gpt-oss: reasoning in several messages is put together without a break | a line break between | words would run together |
 
 Of the arguments of GLM's calls, whose values have no quotes, SGLang gives the names; the values do
-not go through it, but are read by this package's rule, from the tool's JSON schema. What is reasoning in gpt-oss is said by
-its headers; SGLang reads the calls.
+not go through it, but are read by this package's rule, from the tool's JSON schema. In gpt-oss the
+headers say what is reasoning; SGLang reads the calls.
 """  # noqa: E501
 
 from __future__ import annotations
