@@ -97,7 +97,7 @@ class StepEngine:
         if isinstance(step, Events):
             return StreamingResponse(_told(step), media_type="text/event-stream")
         slow = step if isinstance(step, Slow) else Slow(step, 0.0)
-        output = [*ids(slow.text), END]
+        output = [*ids(slow.text), END][: body["sampling_params"]["max_new_tokens"]]
         if body.get("stream"):
             return StreamingResponse(
                 self.pieces(call, output, slow.seconds), media_type="text/event-stream"
@@ -133,7 +133,9 @@ class StepEngine:
     def whole(self, call: Call, output: list[int]) -> dict[str, Any]:
         """A complete answer, remembered as one."""
         call.output_ids = output
-        answer = self.answer(call, output, {"type": "stop", "matched": END})
+        stopped = output[-1] == END
+        reason = {"type": "stop", "matched": END} if stopped else {"type": "length"}
+        answer = self.answer(call, output, reason)
         call.logprobs = [pair[0] for pair in answer["meta_info"]["output_token_logprobs"]]
         return answer
 
