@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from client_engine import Slow, StepEngine
 from client_truth import Line, bash_call, system_with_tools, tool_result, user
+from session_helpers import until
 
 BASH = {
     "type": "function",
@@ -113,11 +114,14 @@ def run_episode(client: Client, engine: StepEngine) -> list[Line]:
         client.ask_impatiently(talk.messages, [BASH], retry=False)
         raise AssertionError("the answer came in spite of all")
     except client.TimedOut:
+        dropped = engine.calls[-1].rid
         talk.turn(8)
+    until(lambda: dropped in engine.aborted)
 
     engine.reset_script([step(9), Slow(step("long") + "x" * 400, 30.0), step(10), thought])
     talk.turn(9, client.stream)
     client.drop_stream(talk.messages, [BASH])
+    until(lambda: engine.calls[-1].rid in engine.aborted)
     talk.turn(10, client.stream)
     talk.turn(11, text=thought)
     talk.messages[-2].pop("reasoning_content", None)
