@@ -70,7 +70,8 @@ def run_verify(args: argparse.Namespace) -> int:
     from miles_core.sessions.families import load_family
     from miles_core.sessions.verify.check import verify
 
-    report = verify(load_family(args.tokenizer, args.chat_family), args.seed, args.conversations)
+    family = load_family(args.tokenizer, args.chat_family, parsers="auto")
+    report = verify(family, args.seed, args.conversations)
     if args.json:
         print_json(report.to_json())
     else:

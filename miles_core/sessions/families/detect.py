@@ -100,11 +100,11 @@ def common_prefix(one: str, other: str) -> int:
 
 
 def knows_tools(template: OwnTemplate) -> bool:
-    """Whether a template shows tools to the model at all."""
+    """Whether a template shows tools to the model, or refuses them: it does not ignore them."""
     try:
         return template.render([_USER], [_TOOL]) != template.render([_USER])
     except MessageError:
-        return False
+        return True
 
 
 def compare(candidate: Notation, template: OwnTemplate, with_tools: bool) -> int | Misfit:

@@ -15,7 +15,7 @@ from miles_core.sessions.families.family import ChatFamily, openai_message
 from miles_core.sessions.journal import Journal
 from miles_core.sessions.messages import Message
 from miles_core.sessions.protocol import SessionRequest, SessionSamples
-from miles_core.sessions.samples import cut_samples
+from miles_core.sessions.samples import Snapshot, cut_samples
 from miles_core.sessions.session import Session
 from miles_core.sessions.tree import Recorded, Turn
 from miles_core.sessions.verify.corpus import Conversation
@@ -53,7 +53,7 @@ def play(
 
     Each request repeats the answers as a client got them, with the session's results.
     """
-    session = Session(SessionRequest(max_seq_len=1 << 40))
+    session = Session(SessionRequest(max_seq_len=(1 << 31) - 1))
     tools = [dict(tool) for tool in conversation.tools]
     sent: list[dict[str, Any]] = []
     remaining = iter(outputs)
@@ -64,7 +64,7 @@ def play(
         output = next(remaining)
         turn = _record(session, family, sent, tools, output)
         sent.append(json.loads(json.dumps(openai_message(turn.answer.message, "call"))))
-    body = cut_samples(session, session.tree, Journal(Path(os.devnull)))
+    body = cut_samples(Snapshot.of(session, Journal(Path(os.devnull))))
     return SessionSamples.model_validate_json(body)
 
 

@@ -55,6 +55,7 @@ class PieceChecks:
         )
         self.parsed = Check("parsed", "every answer is read back as it was")
         self.streamed = Check("streamed", "what is sent early is the beginning of the answer")
+        self.sglang = Check("sglang", "SGLang's parsers read the same")
         self._apart = 0
 
     def checks(self) -> list[Check]:
@@ -63,7 +64,10 @@ class PieceChecks:
                 f"{self._apart} of {self.ids.passed} texts have other ids when they are tokenised "
                 "at once, with the same text: harmless, since sampled ids are never made anew"
             )
-        return [self.append_only, self.ids, self.cut, self.parsed, self.streamed]
+        if self.family.reader is None:
+            self.sglang.notes.append("SGLang's parsers are not installed, or it has none for these")
+        checks = [self.append_only, self.ids, self.cut, self.parsed, self.streamed]
+        return [*checks, self.sglang]
 
     def add(self, number: int, conversation: Conversation) -> None:
         """Check one conversation; raises `MessageError` where the family refuses it."""
@@ -114,6 +118,9 @@ class PieceChecks:
             self.parsed.excuse(reason)
         else:
             self.parsed.hold(found == message, where, f"read as {found}")
+        if family.reader is not None:
+            theirs = family.reader(text, conversation.tools)
+            self.sglang.hold(theirs == found, where, f"{theirs} instead of {found}")
         self._streams(where, text, found)
 
     def _reason(self, message: Message, text: str) -> str | None:
