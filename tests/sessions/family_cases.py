@@ -56,13 +56,13 @@ def _load(case: Case) -> ChatFamily:
 
 CASES = [
     Case("qwen3", "qwen3", None),
-    Case("qwen3", "qwen3", "trl/qwen3"),
     Case("qwen3-thinking", "qwen3", "thinking"),
     Case("qwen3-instruct", "qwen3", "trl/qwen3_instruct_2507"),
     Case("qwen2.5", "qwen3", "trl/qwen2_5"),
+    Case("qwen3.5", "qwen3", "trl/qwen3_5_think"),
+    Case("qwen3.5-nothink", "qwen3", "trl/qwen3_5_nothink"),
     Case("glm45", "glm", "trl/glm4moe"),
     Case("llama3", "llama3_1", "trl/llama3_1"),
-    Case("llama3.2", "llama3_1", "trl/llama3_2"),
     Case("llama3.0", "llama3", None),
     Case("deepseek-v3", "deepseek_v3", None),
     Case("gpt-oss", "gptoss", "trl/gptoss"),
@@ -70,11 +70,17 @@ CASES = [
     Case("smollm2", "qwen3", SMOLLM2),
     Case("template", "qwen3", "trl/qwen2_5", "template"),
     Case("template", "llama3", None, "template"),
+    Case("qwen3.6", "qwen3", "trl/qwen3_6"),
+    Case("template", "qwen3", "trl/qwen3_8"),
 ]
-SLOW_CASES = [  # their templates are in a package of 76 MB, the tokenizer in one of 93 MB
+SLOW_CASES = [  # most templates are in a package of 76 MB, a tokenizer is in one of 93 MB
+    Case("qwen3", "qwen3", "trl/qwen3"),
+    Case("llama3.2", "llama3_1", "trl/llama3_2"),
+    Case("template", "qwen3", "trl/qwen3_6", "template"),
     Case("glm47", "glm", "llama.cpp/GLM-4.7-Flash"),
     Case("glm45", "glm", "llama.cpp/GLM-4.6"),
     Case("qwen3", "qwen3", "llama.cpp/Qwen-Qwen3-0.6B"),
+    Case("qwen3.5", "qwen3", "llama.cpp/Qwen3.5-4B"),
     Case("qwen2.5", "qwen3", "llama.cpp/Qwen-Qwen2.5-7B-Instruct"),
     Case("llama3", "llama3_1", "llama.cpp/meta-llama-Llama-3.1-8B-Instruct"),
     Case("llama3", "llama3_1", "llama.cpp/meta-llama-Llama-3.3-70B-Instruct"),

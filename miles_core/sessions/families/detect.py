@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from miles_core.errors import UserError
 from miles_core.sessions.families.features import features
 from miles_core.sessions.families.jinja import OwnTemplate
 from miles_core.sessions.families.notation import Notation
 from miles_core.sessions.families.own_template import TemplateNotation, template_notation
-from miles_core.sessions.families.proof import prove
+from miles_core.sessions.families.proof import Break, prove
 from miles_core.sessions.families.registry import FAMILIES, detectable, notation
 from miles_core.sessions.messages import Message, MessageError, ToolCall
 from miles_core.sessions.tokens import ChatTokenizer
@@ -25,6 +26,8 @@ TOKEN_HINTS = (
     (("<｜User｜>", "<｜Assistant｜>"), "deepseek-v3"),
     (("<|im_start|>", "<|im_end|>"), "chatml"),
 )
+# What templates call the switch that keeps the reasoning of old answers.
+_KEEPING: tuple[dict[str, Any], ...] = ({"preserve_thinking": True}, {"clear_thinking": False})
 _PROOF_SEED, _PROOF_CONVERSATIONS = 7, 30
 
 _TOOL = {
@@ -43,7 +46,7 @@ _SYSTEM, _USER = Message("system", "Be brief."), Message("user", "List the files
 
 
 def _answer(content: str, called: bool, reasoning: str) -> Message:
-    call = ToolCall("bash", {"command": 'ls "a b"', "count": 2}, "call00000")
+    call = ToolCall("bash", {"command": 'ls "a b"', "count": 2, "force": True}, "call00000")
     return Message("assistant", content, (call,) if called else (), reasoning)
 
 
@@ -183,22 +186,38 @@ def _nothing_fits(
 def proven_template(
     tokenizer: ChatTokenizer, template: OwnTemplate | None = None
 ) -> TemplateNotation:
-    """The notation of a checkpoint's own template; raises UserError if it is not append-only."""
+    """The notation of a checkpoint's own template; raises UserError if it is not append-only.
+
+    A template that has a switch for keeping old reasoning is proven with it, too.
+    """
     template = template or OwnTemplate(tokenizer)
-    found = template_notation(tokenizer, template, fitting(tokenizer))
-    corpus = Writer(_PROOF_SEED).conversations(_PROOF_CONVERSATIONS)
-    if not found.reasoning:
-        corpus = [thinking_aloud(conversation) for conversation in corpus]
-    broken, local, accepted = prove(found, corpus)
+    found, broken = _prove(tokenizer, template)
+    for variables in _KEEPING if broken else ():
+        switched, still = _prove(tokenizer, OwnTemplate(tokenizer, variables))
+        if still is None:
+            found, broken = switched, None
+            break
     if broken is not None:
         raise UserError(
             f"the chat template of {tokenizer.directory} is not append-only: {broken}",
             "Choose the checkpoint's own --chat-family, which keeps what was sampled, or give it a "
             "template that only appends.",
         )
-    if not accepted:
+    return found
+
+
+def _prove(
+    tokenizer: ChatTokenizer, template: OwnTemplate
+) -> tuple[TemplateNotation, Break | None]:
+    """The notation of a template, and where it is not append-only."""
+    found = template_notation(tokenizer, template, fitting(tokenizer))
+    corpus = Writer(_PROOF_SEED).conversations(_PROOF_CONVERSATIONS)
+    if not found.reasoning:
+        corpus = [thinking_aloud(conversation) for conversation in corpus]
+    broken, local, accepted = prove(found, corpus)
+    if broken is None and not accepted:
         raise UserError(
             f"the chat template of {tokenizer.directory} refuses every conversation that was tried",
             "Choose another --chat-family.",
         )
-    return TemplateNotation(template, found.stops, found.reader, local)
+    return TemplateNotation(template, found.stops, found.reader, local), broken

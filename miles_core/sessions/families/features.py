@@ -12,6 +12,7 @@ from miles_core.sessions.messages import Message
 
 FEATURES = {
     "old_reasoning": "an answer with reasoning stands before a later user message",
+    "old_answer": "an answer stands before a later user message",
     "reasoning": "an answer has reasoning",
     "no_reasoning": "an answer has no reasoning",
     "several_calls": "an answer has several calls",
@@ -44,8 +45,10 @@ def features(messages: Sequence[Message], tools_ignored: bool, has_tools: bool) 
             found.add("edge_space")
         if message.role == "assistant":
             found |= _of_answer(message)
-            if message.reasoning_content and index < last_user:
-                found.add("old_reasoning")
+            if index < last_user:
+                found |= (
+                    {"old_answer", "old_reasoning"} if message.reasoning_content else {"old_answer"}
+                )
             called = bool(message.tool_calls)
             continue
         if not message.content:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -60,9 +60,14 @@ def _compile(source: str) -> jinja2.Template:
 
 
 class OwnTemplate:
-    """The template of a checkpoint; `text_arguments`: it wants a call's arguments as JSON text."""
+    """The template of a checkpoint; `text_arguments`: it wants a call's arguments as JSON text.
 
-    def __init__(self, tokenizer: ChatTokenizer) -> None:
+    `variables` are set in it, as `chat_template_kwargs` of other servers are.
+    """
+
+    def __init__(
+        self, tokenizer: ChatTokenizer, variables: Mapping[str, Any] | None = None
+    ) -> None:
         """Raises UserError when the checkpoint has no template, or one that is no template."""
         source = tokenizer.chat_template()
         if source is None:
@@ -76,7 +81,7 @@ class OwnTemplate:
                 f"the chat template of {tokenizer.directory} is no Jinja template: {error}",
                 "Put the checkpoint's template right, or choose another --chat-family.",
             ) from error
-        self.directory = tokenizer.directory
+        self.variables = dict(variables or {})
         self._tokens = {
             name: tokenizer.special_token(name) or "" for name in ("bos_token", "eos_token")
         }
@@ -99,6 +104,7 @@ class OwnTemplate:
                 add_generation_prompt=generation_prompt,
                 strftime_now=at.strftime,
                 **self._tokens,
+                **self.variables,
             )
         except _REFUSALS as error:
             raise MessageError(f"the chat template refuses these messages: {error}") from error

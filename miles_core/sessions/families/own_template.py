@@ -15,7 +15,9 @@ from miles_core.sessions.tokens import ChatTokenizer
 
 _USER = Message("user", "question")
 _PROBE = "PROBE"
-_CALL = Message("assistant", "", (ToolCall("probe", {"text": "a b", "number": 1}, "call00000"),))
+_CALL = Message(
+    "assistant", "", (ToolCall("probe", {"text": "a b", "number": 1, "flag": True}, "call00000"),)
+)
 _THINKING = Message("assistant", _PROBE, (), "thought")
 _UNREAD = {"call": "the template writes no calls, or none in a form that is known"}
 _RESULT = Message("tool", "result", (), "", "call00000", "probe")
@@ -52,6 +54,10 @@ class TemplateNotation:
     ) -> None:
         self.template, self.stops, self.reader, self.local = template, stops, reader, local
         self.exceptions: Mapping[str, str] = {} if reader else _UNREAD
+        if template.variables:
+            set_to = ", ".join(f"{key}={value}" for key, value in template.variables.items())
+            reason = f"the template drops reasoning once a user message follows; here {set_to}"
+            self.exceptions = {**self.exceptions, "old_answer": reason}
         self._prompts = {role: self._prompt_after(role) for role in ("user", "tool", "system")}
         self.reasoning = self._keeps_reasoning()
 

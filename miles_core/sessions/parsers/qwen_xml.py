@@ -8,6 +8,7 @@ from typing import Any
 from miles_core.sessions.messages import Message, ToolCall
 from miles_core.sessions.parsers import glm
 from miles_core.sessions.parsers.reasoning import settled_reasoning, split_reasoning
+from miles_core.sessions.parsers.text import json_text
 
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
@@ -45,6 +46,27 @@ def _call(body: str, tools: Tools) -> ToolCall | None:
         if isinstance(values[key], str):
             values[key] = raw
     return ToolCall(name, values)
+
+
+def render_calls(message: Message, as_python: bool) -> str:
+    """Content and calls of an answer as text; `as_python`: plain values are written as Python's."""
+    content = message.content.strip()
+    calls = "\n".join(_call_text(call, as_python) for call in message.tool_calls)
+    return "\n\n".join(part for part in (content, calls) if part)
+
+
+def _call_text(call: ToolCall, as_python: bool) -> str:
+    given = call.arguments if isinstance(call.arguments, dict) else {}
+    pairs = "".join(
+        f"{_PARAMETER}{key}>\n{_value_text(value, as_python)}\n{_PARAMETER_END}\n"
+        for key, value in given.items()
+    )
+    return f"<tool_call>\n{_FUNCTION}{call.name}>\n{pairs}{_FUNCTION_END}\n</tool_call>"
+
+
+def _value_text(value: Any, as_python: bool) -> str:
+    plain = as_python and not isinstance(value, dict | list)
+    return str(value) if plain or isinstance(value, str) else json_text(value)
 
 
 class QwenXml:
