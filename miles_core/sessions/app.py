@@ -24,7 +24,7 @@ from miles_core.sessions.errors import ApiError
 from miles_core.sessions.json_body import read_json
 from miles_core.sessions.protocol import SessionCreated, SessionRequest
 from miles_core.sessions.responses import CallResponse, json_response
-from miles_core.sessions.samples import cut_samples
+from miles_core.sessions.samples import Snapshot, cut_samples
 
 log = logging.getLogger("miles.sessions")
 
@@ -133,13 +133,13 @@ class SessionApp:
             chat.stream,
             lambda call: self.chat.answer(session, chat, call),
         )
-        return CallResponse(chat, call)
+        return CallResponse(chat, call, lambda: self.store.unseen(session, call.rid))
 
     async def samples(self, request: Request) -> Response:
         self._authorise(request)
         session = await self.store.get(request.path_params["session_id"])
-        journal = self.store.journal(session)
-        content = await asyncio.to_thread(cut_samples, session, session.tree, journal)
+        snapshot = Snapshot.of(session, self.store.journal(session))
+        content = await asyncio.to_thread(cut_samples, snapshot)
         return Response(content, media_type="application/json")
 
     async def delete(self, request: Request) -> Response:

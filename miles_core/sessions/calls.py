@@ -18,7 +18,7 @@ class Call:
     """One model call that somebody waits for; it is cancelled when nobody does any more.
 
     `rid` names it at the engine, in its answer and in the samples. `settled` is what of the answer
-    is certain while it is sampled: reasoning and content.
+    is certain while it is sampled: reasoning and content. `seen`: a client was there to have it.
     """
 
     def __init__(self, digest: bytes, wants_progress: bool) -> None:
@@ -26,6 +26,7 @@ class Call:
         self.digest = digest
         self.wants_progress = wants_progress
         self.settled = ("", "")
+        self.seen = False
         self.task: asyncio.Task[dict[str, Any]]
         self._waiting = 0
         self._moved = asyncio.Event()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,9 +37,10 @@ _LONG_ANSWER = 4 * 2**10
 
 @dataclass(frozen=True)
 class ChatService:
-    """Answers chat requests of all sessions."""
+    """Answers chat requests of all sessions. `parse` reads answers of the family."""
 
     family: ChatFamily
+    parse: Callable[[str, Sequence[dict[str, Any]]], Message]
     engine: EngineCaller
     store: SessionStore
     pace: Pace = field(default_factory=Pace)
@@ -130,7 +132,7 @@ class ChatService:
 
     def _message(self, request: ChatRequest, generation: Generation, rid: str) -> Message:
         text = _cut(self.family.text_of(generation.output_ids.tolist()), request.stop)
-        return self.family.notation.parse(text, request.tools).with_call_ids(f"call_{rid}")
+        return self.parse(text, request.tools).with_call_ids(f"call_{rid}")
 
     def _record(
         self,

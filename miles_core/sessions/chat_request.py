@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,8 +58,9 @@ def parse_request(body: Any) -> ChatRequest:
     limits = [_limit(body, name) for name in ("max_tokens", "max_completion_tokens")]
     given = [limit for limit in limits if limit is not None]
     options = body.get("stream_options")
+    model = body.get("model")
     return ChatRequest(
-        model=str(body.get("model") or "policy")[:200],
+        model=model[:200] if isinstance(model, str) and model else "policy",
         messages=messages,
         tools=[] if choice == "none" else tools,
         max_tokens=min(given) if given else None,
@@ -91,7 +91,7 @@ def _limit(body: dict[str, Any], name: str) -> int | None:
     if value is None:
         return None
     number = not isinstance(value, bool) and isinstance(value, int | float)
-    if not number or not math.isfinite(value) or not 1 <= value <= _MOST_TOKENS:
+    if not number or not 1 <= value <= _MOST_TOKENS:
         raise ApiError(400, "invalid_value", f"{name} must be a whole number from 1 on", name)
     return int(value)
 

@@ -18,6 +18,7 @@ from miles_core.sessions.generation import (
     EngineFailure,
     Generation,
     WantedExperts,
+    ids_so_far,
     read_generation,
 )
 
@@ -70,6 +71,7 @@ class EngineCaller:
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0),
                 timeout=aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=10.0),
                 read_bufsize=2**20,
+                skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
             )
         return self._http
 
@@ -155,15 +157,19 @@ async def _last_event(
     response: aiohttp.ClientResponse, on_ids: Callable[[list[int]], None]
 ) -> bytes:
     """The last event of a stream, each of which holds the whole answer so far."""
-    last, looked = b"", time.monotonic()
+    last, looked, seen = b"", time.monotonic(), 0
     async for event in _events(response):
         last = event
         now = time.monotonic()
         if now - looked >= _LOOK_S:
             looked = now
-            ids = orjson.loads(event).get("output_ids")
-            if isinstance(ids, list):
-                on_ids(ids)
+            ids = ids_so_far(event)
+            if len(ids) < seen:
+                raise EngineFailure(
+                    "the engine streams new ids alone: start it without incremental streaming"
+                )
+            seen = len(ids)
+            on_ids(ids)
     return last
 
 

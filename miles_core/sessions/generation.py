@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import orjson
 
 
 class EngineFailure(Exception):
@@ -57,14 +59,25 @@ def read_generation(
     kind = reason.get("type") if isinstance(reason, dict) else reason
     if kind == "abort":
         message = reason.get("message") if isinstance(reason, dict) else ""
-        raise EngineFailure(f"the generation was aborted: {message}", 503)
+        raise EngineFailure(f"the generation was aborted: {_shown(message)}", 503)
     if kind not in ("stop", "length"):
-        raise EngineFailure(f"the engine ended with an unknown finish_reason {reason!r}")
+        raise EngineFailure(f"the engine ended with an unknown finish_reason {_shown(reason)}")
     ids, logprobs = _tokens(answer, meta, max_new_tokens)
     experts, row = b"", 0
     if wanted is not None:
         experts, row = _experts(meta, prompt_tokens + len(ids) - 1, wanted)
     return Generation(ids, logprobs, _versions(meta, len(ids)), kind, experts, row)
+
+
+def ids_so_far(event: bytes) -> list[int]:
+    """The ids in an event of an engine's stream. Raises `EngineFailure`."""
+    try:
+        ids = orjson.loads(event)["output_ids"]
+        if all(type(token) is int and 0 <= token < 2**31 for token in ids):
+            return list(ids)
+    except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+        raise EngineFailure(f"the engine streams {event[:200]!r}") from error
+    raise EngineFailure("the engine streams ids that are no ids")
 
 
 def _tokens(
@@ -84,6 +97,11 @@ def _tokens(
     given = answer.get("output_ids")
     if given is not None and given != listed:
         raise EngineFailure("output_ids and output_token_logprobs disagree")
+    counted = meta.get("completion_tokens", len(ids))
+    if counted != len(ids):
+        raise EngineFailure(
+            f"the engine gave {len(ids)} of the {_shown(counted)} tokens that it sampled"
+        )
     if logprobs.ndim != 1 or not np.isfinite(logprobs).all() or (logprobs > 1e-3).any():
         raise EngineFailure("the engine's log-probabilities are not finite or positive")
     return ids, logprobs
@@ -95,9 +113,11 @@ def _versions(meta: dict[str, Any], count: int) -> tuple[tuple[int, int, int], .
     if not spans:
         return ((_version(meta.get("weight_version")), 0, count),)
     try:
-        found = tuple((_version(s["version"]), int(s["start"]), int(s["end"])) for s in spans)
+        found = tuple((_version(s["version"]), s["start"], s["end"]) for s in spans)
+        if not all(type(at) is int for _, *ends in found for at in ends):
+            raise ValueError("positions must be whole numbers")
     except (KeyError, TypeError, ValueError) as error:
-        raise EngineFailure(f"weight_versions is {str(spans)[:200]}") from error
+        raise EngineFailure(f"weight_versions is {_shown(spans)}") from error
     ends = [0, *(end for _, _, end in found)]
     whole = ends[-1] == count and all(start < end for _, start, end in found)
     if not whole or [start for _, start, _ in found] != ends[:-1]:
@@ -109,10 +129,19 @@ def _version(value: Any) -> int:
     """The integer version; an SGLang engine whose weights were never pushed says `default`."""
     if value == "default":
         return 0
-    try:
+    if isinstance(value, str) and re.fullmatch("[0-9]{1,18}", value):
         return int(value)
-    except (TypeError, ValueError) as error:
-        raise EngineFailure(f"weight_version is {value!r}, not an integer") from error
+    if type(value) is int and 0 <= value < 10**18:
+        return value
+    raise EngineFailure(f"weight_version is {_shown(value)}, not a whole number")
+
+
+def _shown(value: Any) -> str:
+    """A value of an engine's answer, for a message to a person."""
+    try:
+        return repr(value)[:200]
+    except RecursionError:
+        return "nested without end"
 
 
 def _experts(meta: dict[str, Any], rows: int, wanted: WantedExperts) -> tuple[bytes, int]:

@@ -64,6 +64,10 @@ class Journal:
         """Write why the session refused a call, or that it goes on."""
         self._write({"end_reason": reason}, b"")
 
+    def unseen(self, turn: Turn) -> None:
+        """Write that the client of a turn had gone away."""
+        self._write({"unseen": turn.index}, b"")
+
     def _write(self, head: dict[str, Any], body: bytes) -> int:
         """Append a frame; returns the length of the file."""
         frame = _pack(head, body)
@@ -87,6 +91,8 @@ class Journal:
         for start, head, body in frames:
             if "turn" in head:
                 stored.tree.add(_turn(stored.tree, head, body, start))
+            elif "unseen" in head:
+                stored.tree.turns[head["unseen"]].unseen = True
             else:
                 stored.end_reason = head["end_reason"]
         return stored

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 EndReason = Literal["token_budget", "turn_limit", "engine_failed", "session_failed"]
 
@@ -22,10 +23,27 @@ class SessionRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     session_id: str | None = None
-    max_seq_len: int = Field(ge=1)
-    max_turns: int | None = Field(None, ge=1)
+    max_seq_len: int = Field(ge=1, lt=2**31)
+    max_turns: int | None = Field(None, ge=1, lt=2**31)
     sampling_params: dict[str, Any] = Field(default_factory=dict)
     routed_experts: bool = False
+
+    @field_validator("sampling_params")
+    @classmethod
+    def _can_be_sent(cls, params: dict[str, Any]) -> dict[str, Any]:
+        for name in ("max_tokens", "max_completion_tokens", "max_new_tokens"):
+            value = params.get(name, 1)
+            if type(value) is not int or not 1 <= value < 2**31:
+                raise ValueError(f"{name} must be a whole number from 1 on")
+        for name in ("temperature", "top_p"):
+            value = params.get(name, 1.0)
+            if type(value) not in (int, float) or not 0 <= value <= 100:
+                raise ValueError(f"{name} must be a number from 0 to 100")
+        try:
+            orjson.dumps(params)
+        except TypeError as error:
+            raise ValueError(f"no engine can be sent this: {error}") from error
+        return params
 
 
 class SessionCreated(BaseModel):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import orjson
@@ -23,13 +23,15 @@ def json_response(value: Any, headers: dict[str, str] | None = None, status: int
 class CallResponse(Response):
     """The answer of a call; the call ends when its last client goes away.
 
-    Raises `ApiError` as long as nothing has been sent.
+    `on_unseen` is called when that was too late: there is an answer, and nobody to have it. Raises
+    `ApiError` as long as nothing has been sent.
     """
 
-    def __init__(self, chat: ChatRequest, call: Call) -> None:
+    def __init__(self, chat: ChatRequest, call: Call, on_unseen: Callable[[], None]) -> None:
         super().__init__(headers={"x-request-id": call.rid})
         self._chat = chat
         self._call = call
+        self._on_unseen = on_unseen
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gone = asyncio.create_task(_disconnected(receive))
@@ -41,12 +43,20 @@ class CallResponse(Response):
                     await self._whole(scope, receive, send, gone)
         finally:
             gone.cancel()
+            if not self._call.seen:
+                self._on_unseen()
+
+    async def _answered(self, gone: asyncio.Task[None]) -> bool:
+        """Whether there is an answer, and the client is still there to have it."""
+        await asyncio.wait({self._call.task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.sleep(0)  # a connection that was closed by now is told as such
+        self._call.seen |= self._call.task.done() and not gone.done()
+        return self._call.task.done()
 
     async def _whole(
         self, scope: Scope, receive: Receive, send: Send, gone: asyncio.Task[None]
     ) -> None:
-        await asyncio.wait({self._call.task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if self._call.task.done():
+        if await self._answered(gone):
             whole = await self._call.result()
             headers = {"x-request-id": self._call.rid}
             await json_response(whole, headers)(scope, receive, send)
@@ -71,7 +81,7 @@ class CallResponse(Response):
 
         async for reasoning, content in self._call.progress(gone):
             await tell(answer.settled(reasoning, content))
-        if not self._call.task.done():
+        if not await self._answered(gone):
             return
         try:
             whole = await self._call.result()

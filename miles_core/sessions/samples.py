@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,23 +14,42 @@ from miles_core.sessions.session import Session
 from miles_core.sessions.tree import Tree, Turn
 
 
-def cut_samples(session: Session, tree: Tree, journal: Journal) -> bytes:
+@dataclass(frozen=True)
+class Snapshot:
+    """A session at one moment: its turns, where the rest of them is, and what is told beside."""
+
+    tree: Tree
+    journal: Journal
+    told: dict[str, Any]
+
+    @classmethod
+    def of(cls, session: Session, journal: Journal) -> Snapshot:
+        """Taken by the thread that records."""
+        told = {
+            "session_id": session.session_id,
+            "ignored_fields": sorted(session.ignored),
+            "end_reason": session.end_reason,
+        }
+        return cls(session.tree.snapshot(), journal, told)
+
+
+def cut_samples(snapshot: Snapshot) -> bytes:
     """JSON of `SessionSamples`: one for each branch, each turn trained in the first that has it.
 
     Raises ValueError when a kept turn would be trained not once.
     """
+    tree = snapshot.tree
     kept = tree.kept()
+    leaves = [turn for turn in kept if not tree.continued(turn)]
     trained: set[Turn] = set()
-    samples = [_sample(leaf, trained, journal) for leaf in tree.leaves()]
+    samples = [_sample(leaf, trained, snapshot.journal) for leaf in leaves]
     if trained != set(kept):
         raise ValueError(f"{len(trained)} of {len(kept)} recorded turns are in the samples")
     whole = {
-        "session_id": session.session_id,
+        **snapshot.told,
         "model_calls": len(kept),
         "retries": len(tree.turns) - len(kept),
         "tool_lists": len({turn.tools_key for turn in tree.turns if turn.tools_key}),
-        "ignored_fields": sorted(session.ignored),
-        "end_reason": session.end_reason,
         "samples": samples,
     }
     return orjson.dumps(whole, option=orjson.OPT_SERIALIZE_NUMPY)

@@ -22,7 +22,8 @@ from miles_core.serving import Server, bind, exit_status
 from miles_core.sessions.app import SessionApp
 from miles_core.sessions.chat import ChatService
 from miles_core.sessions.engine_call import EngineCaller
-from miles_core.sessions.families import FAMILIES, load_family
+from miles_core.sessions.families import FAMILIES, ChatFamily, load_family
+from miles_core.sessions.parsers.sglang import Parse, sglang_parser
 from miles_core.sessions.store import Limits, SessionStore
 
 log = logging.getLogger("miles.sessions")
@@ -45,6 +46,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--chat-family", default="auto", help=f"chat family: auto, {', '.join(FAMILIES)}"
+    )
+    parser.add_argument(
+        "--parsers",
+        choices=("auto", "sglang", "built-in"),
+        default="auto",
+        help="who reads calls and reasoning; auto: SGLang's own where it is installed",
     )
     parser.add_argument(
         "--engine-timeout", type=float, default=1800.0, help="seconds that a model call may take"
@@ -89,8 +96,21 @@ def serve(args: argparse.Namespace) -> None:
     log.info("chat family %s, stop tokens %s", family.name, family.stop_token_ids)
     with _spill_dir(args.spill_dir) as directory:
         store = SessionStore(directory, Limits(args.spill_after, args.session_timeout))
-        chat = ChatService(family, EngineCaller(args.engine_url, args.engine_timeout), store)
+        engine = EngineCaller(args.engine_url, args.engine_timeout)
+        chat = ChatService(family, _parser(family, args.parsers), engine, store)
         _run(args, SessionApp(chat, token).starlette(), sock)
+
+
+def _parser(family: ChatFamily, wanted: str) -> Parse:
+    """Who reads the answers of a family: SGLang's parsers, where they are, or our own."""
+    found = None if wanted == "built-in" else sglang_parser(family.name)
+    if found is None and wanted == "sglang":
+        raise UserError(
+            f"SGLang is not installed, or has no parsers for chat family {family.name!r}",
+            "Install it, or take --parsers auto.",
+        )
+    log.info("answers are read by %s", "built-in parsers" if found is None else "SGLang's parsers")
+    return found or family.notation.parse
 
 
 @contextlib.contextmanager
@@ -109,9 +129,10 @@ def _spill_dir(given: Path | None) -> Iterator[Path]:
 
 def _run(args: argparse.Namespace, app: Starlette, sock: socket.socket) -> None:
     # What exists by now lives as long as the process: looking through it for garbage would hold up
-    # every request for tens of milliseconds.
+    # every request for tens of milliseconds. What a turn leaves behind is hardly ever garbage.
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
     config = uvicorn.Config(
         app,
         # Paths hold the secrets of sessions, so requests are not logged.

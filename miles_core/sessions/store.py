@@ -93,6 +93,18 @@ class SessionStore:
         if session.loaded is None:
             session.loaded = tree
 
+    def unseen(self, session: Session, rid: str) -> None:
+        """Note that nobody was there to have the answer of a call."""
+        turns = [] if session.loaded is None else session.loaded.turns
+        for turn in turns[::-1]:
+            if turn.rid == rid:
+                turn.unseen = True
+                try:
+                    self.journal(session).unseen(turn)
+                except OSError as error:
+                    log.warning("session %s: %s", session.name, error)
+                return
+
     async def close(self, session: Session) -> None:
         """End a session and what runs in it, and forget it."""
         session.closed = True

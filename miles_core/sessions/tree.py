@@ -8,7 +8,7 @@ or a new root. Nothing recorded is ever changed.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,7 +64,8 @@ class Turn:
     (int32) follow the parent's `output_ids` (int32), to which `logprobs` (float64) belong. `length`
     counts all ids from the root to the end of this turn. `versions` are (weight version, start,
     end) over `output_ids`. `started` and `ended` are moments of the session's own count of events.
-    `experts` is where the journal has the rows of routed experts, if there are any.
+    `experts` is where the journal has the rows of routed experts, if there are any. `unseen`: its
+    client had gone away when the answer came.
     """
 
     index: int
@@ -82,6 +83,7 @@ class Turn:
     started: int
     ended: int
     experts: tuple[int, int] | None = None
+    unseen: bool = False
 
     def path(self) -> list[Turn]:
         """The turns from the first one to this."""
@@ -147,28 +149,36 @@ class Tree:
         return turn in self._children
 
     def superseded(self) -> set[Turn]:
-        """Turns whose answer the client never used: it asked the very same again later.
+        """Turns whose answer the client never used: it asked the very same again.
 
-        Two calls that ran at the same time are no retry of each other.
+        Two calls that ran at the same time are no retry of each other, unless one of them has lost
+        its client.
         """
-        last: dict[Question, int] = {}
+        last: dict[Question, Turn] = {}
         for turn in self.turns:
             asked = turn.question()
-            last[asked] = max(turn.started, last.get(asked, -1))
+            other = last.setdefault(asked, turn)
+            if (not turn.unseen, turn.started) > (not other.unseen, other.started):
+                last[asked] = turn
         return {
             turn
             for turn in self.turns
-            if not self.continued(turn) and last[turn.question()] >= turn.ended
+            if not self.continued(turn)
+            and (other := last[turn.question()]) is not turn
+            and (turn.unseen or other.started >= turn.ended)
         }
 
     def kept(self) -> list[Turn]:
-        """The turns that count and are trained."""
+        """The turns that count and are trained, in the order of recording."""
         dropped = self.superseded()
         return [turn for turn in self.turns if turn not in dropped]
 
-    def leaves(self) -> Iterator[Turn]:
-        """The last turn of each branch that is kept, in the order of recording."""
-        return (turn for turn in self.kept() if not self.continued(turn))
+    def snapshot(self) -> Tree:
+        """A tree with the same turns, which stays as it is."""
+        copy = Tree()
+        for turn in self.turns:
+            copy.add(turn)
+        return copy
 
 
 def _index(turn: Turn | None) -> int:

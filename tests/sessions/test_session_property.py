@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from miles_core.sessions.families import ChatFamily, openai_message
 from miles_core.sessions.journal import Journal
 from miles_core.sessions.protocol import SessionRequest, SessionSamples
-from miles_core.sessions.samples import cut_samples
+from miles_core.sessions.samples import Snapshot, cut_samples
 from miles_core.sessions.session import Session
 from miles_core.sessions.tree import Recorded, Turn
 
@@ -106,9 +106,10 @@ def test_random_conversations_are_exact(
         wire = json.loads(json.dumps(openai_message(turn.answer.message, "c")))
         history = [*asked, wire]
 
-    cut = cut_samples(session, session.tree, journal)
+    cut = cut_samples(Snapshot.of(session, journal))
     stored = journal.read()
-    assert cut_samples(session, stored.tree, journal) == cut, "what is read back is the same"
+    session.loaded = stored.tree
+    assert cut_samples(Snapshot.of(session, journal)) == cut, "what is read back is the same"
     result = SessionSamples.model_validate_json(cut)
     spans = [(sample, turn) for sample in result.samples for turn in sample.turns]
     kept = {turn.rid for turn in session.tree.kept()}
@@ -130,7 +131,7 @@ def test_random_conversations_are_exact(
 def test_only_the_sampled_ids_are_trained(family: ChatFamily, tmp_path: Path) -> None:
     session = Session(SessionRequest(max_seq_len=100))
     turn = record(session, family, [{"role": "user", "content": "a"}], [40, 2])
-    cut = cut_samples(session, session.tree, Journal(tmp_path / "x"))
+    cut = cut_samples(Snapshot.of(session, Journal(tmp_path / "x")))
     sample = SessionSamples.model_validate_json(cut).samples[0]
     assert sample.tokens == [*turn.prompt_ids.tolist(), 40, 2]
     assert sample.loss_mask == [0] * len(turn.prompt_ids) + [1, 1]

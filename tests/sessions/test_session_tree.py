@@ -125,7 +125,7 @@ def test_a_retry_is_no_branch_and_a_parallel_call_is_one() -> None:
     again = add(tree, None, ["a"], "5", started=9, ended=10)
     # What was built on stays; of the others the last is the one that the client has.
     assert tree.superseded() == {unused, first}
-    assert [turn.rid for turn in tree.leaves()] == ["3", again.rid]
+    assert [turn.rid for turn in tree.kept()] == ["2", "3", again.rid]
 
 
 words = st.lists(st.sampled_from(["a", "b"]), min_size=1, max_size=3)
