@@ -17,6 +17,7 @@ Each phase but `costs` is repeated with a new server. The machine must be idle.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -25,7 +26,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from session_costs import make_corpus, turn_costs
+from session_costs import TURNS, make_corpus, turn_costs
 from session_round import drive
 
 # Miles' session server on two such cores, 64 + 64 tokens a turn.
@@ -50,6 +51,15 @@ def spread(rounds: list[dict[str, float]]) -> dict[str, dict[str, float]]:
     return found
 
 
+def at_turn(row: dict[str, float], turn: float) -> float:
+    """A cost at a turn between those that were measured, linearly."""
+    for low, high in itertools.pairwise(TURNS):
+        if turn <= high:
+            break
+    share = (turn - low) / (high - low)
+    return row[f"turn {low} ms"] * (1 - share) + row[f"turn {high} ms"] * share
+
+
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """All wanted phases; each round has a server of its own."""
     many = {"sessions": args.sessions, "turns": args.turns}
@@ -71,6 +81,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 found = [drive(corpus, row_bytes, load, scratch, kind == "health") for _ in rounds]
                 results[name] = spread(found)
         costs = turn_costs(corpus, scratch, args.cost_repeats) if "costs" in args.only else {}
+    if costs and "turns" in results:
+        whole = results["turns"]["worker_cpu_ms_per_turn"]["median"]
+        parts = at_turn(costs["all"], args.turns / 2)
+        named = {"HTTP, event loop": whole - parts, "whole": whole}
+        costs[f"turn {args.turns // 2}"] = {k: round(v, 4) for k, v in named.items()}
     return {
         "benchmark": "sessions",
         "cpu": platform.processor() or platform.machine(),
