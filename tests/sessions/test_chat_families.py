@@ -106,6 +106,24 @@ def test_own_template(tmp_path: Path) -> None:
         family.render_prompt(PLAIN, [BASH])
 
 
+CALLING = SMOL.replace(
+    "'<|im_end|>'",
+    "((message.tool_calls[0].function | tojson) + '<|endoftext|>' if message.tool_calls else "
+    "'<|im_end|>')",
+)
+
+
+def test_a_call_may_end_with_another_token(tmp_path: Path) -> None:
+    family = load_family(with_template(tmp_path, CALLING), "template")
+    assert family.notation.stops == ("<|im_end|>", "<|endoftext|>")
+    answered = family.render_output(TALK[2])
+    assert family.stop_of(answered) == "<|endoftext|>"
+    ids = family.render_prompt(TALK[:2]) + answered
+    ids += family.continue_turn(TALK[:3], answered, TALK[3:])
+    assert ids == family.render_prompt(TALK)
+    assert family.continue_turn(TALK[:3], answered[:-1], TALK[3:])[0] == family.end_of_turn_id
+
+
 @pytest.mark.parametrize(
     ("template", "said"),
     [
@@ -180,6 +198,10 @@ def test_unknown_names_and_missing_files(tokenizer_dir: Path, tmp_path: Path) ->
         load_family(make_tokenizer(tmp_path / "marked", {"miles_chat_family": "klingon"}))
     with pytest.raises(UserError, match=r"tokenizer\.json"):
         load_family(tmp_path)
+    with pytest.raises(UserError, match="SGLang's parsers are not installed"):
+        load_family(tokenizer_dir, "terse", parsers="sglang")
+    with pytest.raises(UserError, match="unknown parsers 'fast'"):
+        load_family(tokenizer_dir, parsers="fast")
     with pytest.raises(UserError, match=r"llama3.*needs the tokens.*start_header_id"):
         load_family(tokenizer_dir, "llama3")
 

@@ -25,6 +25,8 @@ def load_family(
     tokenizer lacks its special tokens, when none fits, when a checkpoint's own template is to be
     used and is not append-only, and when SGLang's parsers are asked for and there are none.
     """
+    if parsers not in PARSERS:
+        raise UserError(f"unknown parsers {parsers!r}", f"Known: {', '.join(PARSERS)}.")
     tokenizer = ChatTokenizer(tokenizer_dir)
     marked = tokenizer.config.get("miles_chat_family")
     if name == "auto" and marked is not None:

@@ -138,23 +138,22 @@ class TemplateNotation:
         return self.reader.settled(text) if self.reader else ("", text)
 
 
-def first_token(tokenizer: ChatTokenizer, text: str) -> str | None:
-    """The token of its own that `text` begins with after white space, if any."""
-    ids = tokenizer.encode(text.lstrip())
-    return tokenizer.token_of(ids[0]) if ids and tokenizer.is_added(ids[0]) else None
-
-
 def find_stops(tokenizer: ChatTokenizer, template: OwnTemplate) -> tuple[str, ...]:
-    """The tokens that a template ends answers with; the first one ends an answer in words."""
+    """The tokens that a template ends answers with: first that of words, then that of a call."""
     tail = template.render([_USER, Message("assistant", _PROBE)]).rpartition(_PROBE)[2]
-    stop = first_token(tokenizer, tail)
-    if stop is None:
+    first = tokenizer.encode(tail.lstrip())[:1]
+    if not any(map(tokenizer.is_added, first)):
         raise UserError(
             f"the chat template of {tokenizer.directory} ends an answer with {tail!r}, "
             "which does not begin with a token of its own",
             "Choose another --chat-family.",
         )
-    return (stop,)
+    try:
+        last = tokenizer.encode(template.render([_USER, _CALL]).rstrip())[-1:]
+    except MessageError:
+        last = []
+    found = [tokenizer.token_of(i) for i in [*first, *last] if tokenizer.is_added(i)]
+    return tuple(dict.fromkeys(token for token in found if token is not None))
 
 
 def find_reader(
@@ -165,7 +164,7 @@ def find_reader(
         text = TemplateNotation(template, stops, None).answer(_CALL)
     except (MessageError, NotAppendOnly):
         return None
-    text = text.removesuffix(stops[0])
+    text = text.removesuffix(next(stop for stop in stops if text.endswith(stop)))
     readers: list[Reader] = [*known, QwenXml(opened=False), QwenXml(opened=True)]
     return next((reader for reader in readers if reader.parse(text) == _CALL), None)
 

@@ -56,13 +56,18 @@ class PieceChecks:
         self.parsed = Check("parsed", "every answer is read back as it was")
         self.streamed = Check("streamed", "what is sent early is the beginning of the answer")
         self.sglang = Check("sglang", "SGLang's parsers read the same")
-        self._apart = 0
+        self._apart = self._changed = 0
 
     def checks(self) -> list[Check]:
         if self._apart:
             self.ids.notes.append(
                 f"{self._apart} of {self.ids.passed} texts have other ids when they are tokenised "
                 "at once, with the same text: harmless, since sampled ids are never made anew"
+            )
+        if self._changed:
+            self.ids.notes.append(
+                f"{self._changed} texts are other ones when the tokenizer has encoded and decoded "
+                "them: it does not keep every text"
             )
         if self.family.reader is None:
             self.sglang.notes.append("SGLang's parsers are not installed, or it has none for these")
@@ -90,6 +95,7 @@ class PieceChecks:
         ours, theirs = family.tokenizer.decode(ids), family.tokenizer.decode(at_once)
         self.ids.hold(ours == theirs, where, difference(ours, theirs, "the whole"))
         self._apart += ours == theirs and ids != at_once
+        self._changed += theirs != whole and theirs != unicodedata.normalize("NFC", whole)
 
     def _cuts(self, where: Where, step: Step) -> None:
         family, messages = self.family, where.conversation.messages
