@@ -17,7 +17,6 @@ Each phase but `costs` is repeated with a new server. The machine must be idle.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import platform
@@ -26,6 +25,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from session_costs import TURNS, make_corpus, turn_costs
 from session_round import drive
 
@@ -53,11 +53,7 @@ def spread(rounds: list[dict[str, float]]) -> dict[str, dict[str, float]]:
 
 def at_turn(row: dict[str, float], turn: float) -> float:
     """A cost at a turn between those that were measured, linearly."""
-    for low, high in itertools.pairwise(TURNS):
-        if turn <= high:
-            break
-    share = (turn - low) / (high - low)
-    return row[f"turn {low} ms"] * (1 - share) + row[f"turn {high} ms"] * share
+    return float(np.interp(turn, TURNS, [row[f"turn {turns} ms"] for turns in TURNS]))
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
