@@ -62,7 +62,8 @@ def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
 
 
 def url_of(host: str, port: int) -> str:
-    """The base URL of a server at an address."""
+    """The base URL by which this machine reaches a server that is bound to an address."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 

@@ -12,8 +12,11 @@ from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
+import ray
+
 from miles_core.agent_server.client import AgentServerClient
 from miles_core.checkpoints import store
+from miles_core.cluster.addresses import session_host
 from miles_core.cluster.fleet import Fleet, Inputs
 from miles_core.cluster.no_signal import NoSignal
 from miles_core.cluster.tracking import Tracker
@@ -143,8 +146,9 @@ class Attempt:
         self._sessions = SessionClient(
             session_urls,
             self.inputs.session_token,
-            external_host=self.config.sessions.session_server_external_host
-            or os.environ.get("MILES_NODE_EXTERNAL_IP"),
+            external_host=session_host(
+                self.config.sessions, os.environ, ray.util.get_node_ip_address
+            ),
         )
         self._agents = AgentServerClient(self.inputs.agent_server_url, self.inputs.agent_token)
         await self._flush_earlier_attempts(self._agents)
