@@ -1,4 +1,4 @@
-"""What sandboxes are told: the given name, the node's external one, its own; never what is bound."""
+"""What sandboxes are told: the given name, the node's external one, its own; not what is bound."""
 
 from __future__ import annotations
 
