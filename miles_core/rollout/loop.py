@@ -55,6 +55,7 @@ class RolloutLoop:
             wait_s=config.outage_wait_s,
             on_alarm=self._alarm,
         )
+        self._ignored: set[str] = set()
 
     async def run_step(self, step: int, rows: list[Row]) -> list[Group]:
         """The groups of `step` that may be trained on, in the order of `rows`.
@@ -138,6 +139,7 @@ class RolloutLoop:
                 trajectory = await self._runner.run(place, row, number)
             trajectory.save(self._trials_dir)
             self._journal_end(trajectory, reused=False)
+            self._tell_ignored(trajectory)
             outages = self._gate.outages
             self._gate.record(trajectory.verdict)
             if trajectory.verdict.trainable:
@@ -153,6 +155,15 @@ class RolloutLoop:
     def _alarm(self, kind: str, detail: str) -> None:
         self._journal.append("alarm", kind=kind, detail=detail)
 
+    def _tell_ignored(self, trajectory: Trajectory) -> None:
+        """Alarm, once for each, about what agents ask of the model and no session can do."""
+        new = set(trajectory.session.get("ignored_fields", ())) - self._ignored
+        if new:
+            self._ignored |= new
+            task = trajectory.place.instance_id
+            detail = f"{', '.join(sorted(new))} in model calls of task {task}: they have no effect"
+            self._alarm("fields_ignored", detail)
+
     def _journal_end(self, trajectory: Trajectory, reused: bool) -> None:
         verdict = trajectory.verdict
         self._journal.append(
@@ -167,6 +178,8 @@ class RolloutLoop:
             seconds=round(trajectory.seconds, 3),
             turns=trajectory.model_calls,
             tokens=trajectory.trained_tokens,
+            samples=len(trajectory.samples),
+            retries=trajectory.session.get("retries", 0),
             reused=reused,
         )
 

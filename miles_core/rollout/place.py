@@ -101,6 +101,9 @@ class TrialRunner:
             trajectory.verdict = _without_samples(result.verdict, error)
             return
         trajectory.model_calls = recorded.model_calls
+        trajectory.session = recorded.model_dump(
+            include={"retries", "tool_lists", "ignored_fields", "end_reason"}
+        )
         trajectory.samples = [sample.model_dump() for sample in recorded.samples]
         trajectory.verdict = join_verdict(result.verdict, recorded)
 

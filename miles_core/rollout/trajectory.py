@@ -29,7 +29,8 @@ class Trajectory:
     """One ended trial.
 
     Each sample is a dict with `tokens`, `loss_mask` and `logprobs` (lists of equal length, one
-    entry for each token) and `turns` (the spans that the engine sampled).
+    entry for each token) and `turns` (the spans that the engine sampled). `session` is what the
+    session server tells beside them: retries, tool lists, fields that nobody honoured.
     """
 
     trial_id: str
@@ -40,6 +41,7 @@ class Trajectory:
     agent_metrics: dict[str, Any] = field(default_factory=dict)
     exit_status: str = ""
     model_calls: int = 0
+    session: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
 
     @property

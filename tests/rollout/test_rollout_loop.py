@@ -191,3 +191,20 @@ async def test_an_evaluation_runs_each_row_and_is_never_mixed_with_the_step(tmp_
     groups = await loop.run_step(2, rows(3))
     assert all(len(group.trajectories) == 4 for group in groups)
     assert sum(runner.calls.values()) == 18
+
+
+async def test_what_no_session_can_do_is_told_once_for_each_field(tmp_path):
+    loop, runner = make(tmp_path, lambda place: [graded()])
+    run = runner.run
+
+    async def ignoring(place: Place, row: Row, attempt: int) -> Trajectory:
+        trajectory = await run(place, row, attempt)
+        asked = ["seed"] if place.member else ["seed", "n_best"]
+        trajectory.session = {"ignored_fields": asked, "retries": 2}
+        return trajectory
+
+    runner.run = ignoring
+    await loop.run_step(0, rows(2))
+    told = [e["detail"] for e in events(tmp_path, "alarm") if e["kind"] == "fields_ignored"]
+    assert " ".join(told).count("seed") == 1 == " ".join(told).count("n_best")
+    assert {e["retries"] for e in events(tmp_path, "trial_ended")} == {2}
