@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 EXAMPLES = os.environ.get("FUZZ_EXAMPLES")
 MANY = settings(
-    max_examples=int(EXAMPLES or 120),
+    max_examples=int(EXAMPLES or 60),
     derandomize=EXAMPLES is None,
     database=None,
     deadline=None,
@@ -54,10 +54,8 @@ def deep(depth: int, opening: str = "[", closing: str = "]", inside: str = "1") 
 
 
 ODD = [
-    "null", "true", "0", "-1", "1.5", "-0", "1e999", "NaN", "Infinity", "1" * 400, "1" * 5000,
-    '""', '"x"', '"\\ud800"', '"1"', "[]", "[null]", "{}", '{"a": 1, "a": 2}', '["x", 1]',
-    *(deep(depth) for depth in (100, 990, 1020, 5000)),
-    *(deep(depth, '{"a":', "}") for depth in (100, 990, 1020)),
+    "null", "true", "-1", "1.5", "1e999", "NaN", "1" * 400, '""', '"x"', '"\\ud800"', "[null]",
+    "{}", '{"a": 1, "a": 2}', deep(990), deep(5000), deep(990, '{"a":', "}"),
 ]  # fmt: skip
 """JSON, or nearly, that is put in the place of every value in turn."""
 

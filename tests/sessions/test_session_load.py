@@ -134,6 +134,7 @@ async def test_each_session_is_exact_under_load(
         await drive(url, engine, idle, active, turns)
 
 
+@pytest.mark.slow
 async def test_samples_are_read_while_calls_run(tmp_path: Path) -> None:
     """Each reading is whole: turns that have been answered are in it, and each one once."""
     model = make_byte_tokenizer(tmp_path / "model")
