@@ -24,7 +24,7 @@ from miles_core.sessions.journal import Journal
 from miles_core.sessions.json_body import read_json
 from miles_core.sessions.protocol import SessionRequest
 from miles_core.sessions.session import Match, Place, Session
-from miles_core.sessions.tree import Recorded, Turn
+from miles_core.sessions.tree import Turn
 
 TURNS = (8, 32, 128)
 PROMPT_TOKENS = OUTPUT_TOKENS = 64
@@ -120,7 +120,7 @@ class Conversation:
             parent=place.parent,
             tools_key=place.tools_key,
             new=place.new,
-            answer=Recorded(answer),
+            answer=answer,
             prompt_ids=place.prompt_ids,
             output_ids=generation.output_ids,
             logprobs=generation.logprobs,
@@ -150,7 +150,7 @@ def part_costs(talk: Conversation, repeats: int) -> dict[str, float]:
     def record() -> None:
         turn = talk.turn(place, generation)
         talk.journal.append(turn)
-        orjson.dumps(completion(request, turn.rid, turn.answer.message, "stop", used, None))
+        orjson.dumps(completion(request, turn.rid, turn.answer, "stop", used, None))
 
     steps: dict[str, Callable[[], Any]] = {
         "parse": lambda: parse_request(read_json(talk.body)),

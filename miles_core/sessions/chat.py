@@ -25,7 +25,7 @@ from miles_core.sessions.pace import Pace
 from miles_core.sessions.protocol import EndReason
 from miles_core.sessions.session import Match, Place, Session
 from miles_core.sessions.store import SessionStore, disk_failed
-from miles_core.sessions.tree import Recorded, Turn
+from miles_core.sessions.tree import Turn
 
 log = logging.getLogger("miles.sessions")
 
@@ -150,7 +150,7 @@ class ChatService:
             parent=place.parent,
             tools_key=place.tools_key,
             new=place.new,
-            answer=Recorded(message),
+            answer=message,
             prompt_ids=place.prompt_ids,
             output_ids=generation.output_ids,
             logprobs=generation.logprobs,
@@ -204,7 +204,7 @@ class ChatService:
 
 
 def _length(match: Match) -> int:
-    return sum(len(recorded.message.content) for recorded in match.new)
+    return sum(len(message.content) for message in match.new)
 
 
 def _cut(text: str, stops: tuple[str, ...]) -> str:

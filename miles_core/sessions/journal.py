@@ -22,7 +22,7 @@ import numpy as np
 
 from miles_core.sessions.messages import Message, ToolCall
 from miles_core.sessions.protocol import EndReason, SessionRequest
-from miles_core.sessions.tree import Recorded, Tree, Turn
+from miles_core.sessions.tree import Tree, Turn
 
 SUFFIX = ".session"
 _LENGTHS = struct.Struct("<II")
@@ -135,8 +135,8 @@ def _head(turn: Turn) -> dict[str, Any]:
     return {
         "parent": None if turn.parent is None else turn.parent.index,
         "tools_key": turn.tools_key,
-        "new": [_message_fields(recorded.message) for recorded in turn.new],
-        "answer": _message_fields(turn.answer.message),
+        "new": [_message_fields(message) for message in turn.new],
+        "answer": _message_fields(turn.answer),
         "rid": turn.rid,
         "versions": turn.versions,
         "finish_reason": turn.finish_reason,
@@ -151,9 +151,9 @@ def _message_fields(message: Message) -> list[Any]:
             message.tool_call_id, message.name]  # fmt: skip
 
 
-def _message(fields: list[Any]) -> Recorded:
+def _message(fields: list[Any]) -> Message:
     role, content, calls, *rest = fields
-    return Recorded(Message(role, content, tuple(ToolCall(*call) for call in calls), *rest))
+    return Message(role, content, tuple(ToolCall(*call) for call in calls), *rest)
 
 
 def _turn(tree: Tree, head: dict[str, Any], body: bytes, start: int) -> Turn:

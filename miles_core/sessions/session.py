@@ -16,7 +16,7 @@ from miles_core.sessions.calls import Calls
 from miles_core.sessions.families import ChatFamily, NotAppendOnly
 from miles_core.sessions.messages import Message, parse_message
 from miles_core.sessions.protocol import EndReason, SessionRequest
-from miles_core.sessions.tree import Question, Recorded, Tree, Turn, question
+from miles_core.sessions.tree import Question, Tree, Turn, question
 
 
 def session_key(session_id: str) -> str:
@@ -30,7 +30,7 @@ class Place:
 
     parent: Turn | None
     tools_key: str
-    new: tuple[Recorded, ...]
+    new: tuple[Message, ...]
     prompt_ids: np.ndarray
 
     @property
@@ -89,27 +89,24 @@ class Session:
         self.events += 1
         return self.events
 
-    def match(self, messages: Sequence[Any], tools: list[dict[str, Any]]) -> Match:
+    def match(self, messages: list[Any], tools: list[dict[str, Any]]) -> Match:
         """Find what `messages` repeat and read the rest. Raises `MessageError`."""
         key = tools_key(tools)
         parent, length = self.tree.attach(messages, key)
-        new = []
-        for index in range(length, len(messages)):
-            recorded = Recorded(parse_message(messages[index], f"messages[{index}]"))
-            recorded.remember(messages[index])
-            new.append(recorded)
-        return Match(parent, length, key, tuple(new), messages, tools)
+        new = tuple(
+            parse_message(messages[index], f"messages[{index}]")
+            for index in range(length, len(messages))
+        )
+        return Match(parent, key, new, tools)
 
 
 @dataclass(frozen=True)
 class Match:
-    """A request held against the tree: what it repeats (`length` messages), and what is new."""
+    """A request held against the tree: it repeats all up to `parent`, and `new` follows."""
 
     parent: Turn | None
-    length: int
     tools_key: str
-    new: tuple[Recorded, ...]
-    messages: Sequence[Any]
+    new: tuple[Message, ...]
     tools: list[dict[str, Any]]
 
     def render(self, family: ChatFamily) -> Place:
@@ -118,20 +115,18 @@ class Match:
         When the checkpoint's own template rewrites the past, the conversation starts anew at a
         root: the model is shown exactly what its template says, as a sample of its own.
         """
-        new = [recorded.message for recorded in self.new]
         whole = self.new
         if self.parent is not None:
-            previous: Sequence[Message] = [self.parent.answer.message]
+            previous: Sequence[Message] = [self.parent.answer]
             if not family.notation.local:
                 previous = self.parent.messages()
             output_ids = self.parent.output_ids
             try:
-                ids = family.continue_turn(previous, output_ids.tolist(), new, self.tools)
+                ids = family.continue_turn(previous, output_ids.tolist(), self.new, self.tools)
                 return Place(self.parent, self.tools_key, self.new, np.array(ids, np.int32))
             except NotAppendOnly:
-                repeated = [Recorded(message) for message in self.parent.messages()]
-                whole = (*repeated, *self.new)
-        ids = family.render_prompt([recorded.message for recorded in whole], self.tools)
+                whole = (*self.parent.messages(), *self.new)
+        ids = family.render_prompt(whole, self.tools)
         return Place(None, self.tools_key, whole, np.array(ids, np.int32))
 
 

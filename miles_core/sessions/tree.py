@@ -8,7 +8,6 @@ or a new root. Nothing recorded is ever changed.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,41 +20,6 @@ _MOST_FORMS = 3
 Question = tuple[int, bytes, str]
 
 
-@dataclass(slots=True)
-class Recorded:
-    """A recorded message, and the last forms in which a client has sent it.
-
-    A client repeats all earlier messages with each request, nearly always in the form of the last
-    time, so that comparing the forms is enough and nothing is parsed again.
-    """
-
-    message: Message
-    forms: list[dict[str, Any]] = field(default_factory=list)
-
-    def matches(self, raw: Any) -> bool:
-        """Whether a message of a request is this one."""
-        try:
-            if raw in self.forms:
-                return True
-            same = self.message.same_as(parse_message(raw, ""))
-        except (MessageError, RecursionError):
-            return False
-        if same:
-            self.remember(raw)
-        return same
-
-    def remember(self, raw: Any) -> None:
-        """Take `raw` for this message from now on."""
-        # Python finds 1 == True: a form with other values than text would match what differs.
-        if isinstance(raw, dict) and _only_text(raw):
-            self.forms = [*self.forms[1 - _MOST_FORMS :], raw]
-
-
-def _only_text(raw: dict[str, Any]) -> bool:
-    calls = raw.get("tool_calls") or ()
-    return all(isinstance(call["function"].get("arguments", ""), str) for call in calls)
-
-
 @dataclass(eq=False, slots=True)
 class Turn:
     """One recorded model call.
@@ -66,13 +30,17 @@ class Turn:
     end) over `output_ids`. `started` and `ended` are moments of the session's own count of events.
     `experts` is where the journal has the rows of routed experts, if there are any. `unseen`: its
     client had gone away when the answer came.
+
+    `forms` are the last ways in which a client has sent `new` and `answer`. It repeats all earlier
+    messages with each request, nearly always in the form of the last time, so that comparing these
+    is enough and nothing is parsed again.
     """
 
     index: int
     parent: Turn | None
     tools_key: str
-    new: tuple[Recorded, ...]
-    answer: Recorded
+    new: tuple[Message, ...]
+    answer: Message
     prompt_ids: np.ndarray
     output_ids: np.ndarray
     logprobs: np.ndarray
@@ -84,6 +52,7 @@ class Turn:
     ended: int
     experts: tuple[int, int] | None = None
     unseen: bool = False
+    forms: list[list[Any]] = field(default_factory=list)
 
     def path(self) -> list[Turn]:
         """The turns from the first one to this."""
@@ -96,12 +65,29 @@ class Turn:
 
     def messages(self) -> list[Message]:
         """The conversation up to this turn's answer."""
-        return [r.message for turn in self.path() for r in (*turn.new, turn.answer)]
+        return [message for turn in self.path() for message in (*turn.new, turn.answer)]
 
     def ids(self) -> np.ndarray:
         """All ids from the root to the end of this turn, int32."""
         parts = [part for turn in self.path() for part in (turn.prompt_ids, turn.output_ids)]
         return np.concatenate(parts)
+
+    def is_repeated_by(self, sent: list[Any]) -> bool:
+        """Whether messages of a request, as many as this turn has, are those of this turn."""
+        try:
+            if sent in self.forms:
+                return True
+            recorded = (*self.new, self.answer)
+            same = all(
+                mine.same_as(parse_message(raw, ""))
+                for mine, raw in zip(recorded, sent, strict=True)
+            )
+        except (MessageError, RecursionError):
+            return False
+        # Python finds 1 == True: a form with other values than text would match what differs.
+        if same and all(_only_text(raw) for raw in sent):
+            self.forms = [*self.forms[1 - _MOST_FORMS :], sent]
+        return same
 
     def question(self) -> Question:
         """What was asked: two turns with the same question differ in their answers alone."""
@@ -125,7 +111,7 @@ class Tree:
         self.turns.append(turn)
         self._children[turn.parent].append(turn)
 
-    def attach(self, messages: Sequence[Any], tools_key: str) -> tuple[Turn | None, int]:
+    def attach(self, messages: list[Any], tools_key: str) -> tuple[Turn | None, int]:
         """The deepest turn whose whole conversation `messages` repeat, and its length.
 
         `messages` are a request's, as they came. Of two turns as deep the newer one is taken.
@@ -139,8 +125,7 @@ class Tree:
             for child in self._children.get(turn, ()):
                 if child.tools_key == tools_key:
                     end = at + len(child.new) + 1
-                    recorded = (*child.new, child.answer)
-                    if end <= len(messages) and _repeat(messages[at:end], recorded):
+                    if end <= len(messages) and child.is_repeated_by(messages[at:end]):
                         front.append((child, end))
         return best
 
@@ -185,5 +170,6 @@ def _index(turn: Turn | None) -> int:
     return -1 if turn is None else turn.index
 
 
-def _repeat(messages: Sequence[Any], recorded: Sequence[Recorded]) -> bool:
-    return all(mine.matches(raw) for mine, raw in zip(recorded, messages, strict=True))
+def _only_text(raw: dict[str, Any]) -> bool:
+    calls = raw.get("tool_calls") or ()
+    return all(isinstance(call["function"].get("arguments", ""), str) for call in calls)

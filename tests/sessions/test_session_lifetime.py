@@ -23,7 +23,7 @@ from miles_core.sessions.journal import Journal
 from miles_core.sessions.messages import Message, ToolCall
 from miles_core.sessions.protocol import SessionRequest
 from miles_core.sessions.session import session_key
-from miles_core.sessions.tree import Recorded, Turn
+from miles_core.sessions.tree import Turn
 
 
 def health(http: httpx.Client, url: str) -> dict[str, object]:
@@ -162,8 +162,8 @@ def turn(index: int, parent: Turn | None, text: str) -> Turn:
         index=index,
         parent=parent,
         tools_key="k",
-        new=(Recorded(Message("user", text)),),
-        answer=Recorded(Message("assistant", text, (call,), "why")),
+        new=(Message("user", text),),
+        answer=Message("assistant", text, (call,), "why"),
         prompt_ids=ids,
         output_ids=ids,
         logprobs=ids / -3,
@@ -197,7 +197,7 @@ def test_a_journal_that_was_cut_off_gives_every_whole_turn(tmp_path: Path, damag
     whole = journal.path.read_bytes()
     last = journal.read().tree.turns[-1]
     assert [t.rid for t in last.path()] == ["r0", "r1", "r2"]
-    assert last.answer.message == turn(2, None, "text ☃ 2").answer.message
+    assert last.answer == turn(2, None, "text ☃ 2").answer
     assert last.versions == ((3, 0, 1), (4, 1, 2))
     assert last.ids().tolist() == [*[0] * 2, *[0, 1] * 2, *[0, 1, 2] * 2]
     assert last.experts is not None and journal.blob(last.experts) == bytes(2)

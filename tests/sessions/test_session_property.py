@@ -15,7 +15,7 @@ from miles_core.sessions.journal import Journal
 from miles_core.sessions.protocol import SessionRequest, SessionSamples
 from miles_core.sessions.samples import Snapshot, cut_samples
 from miles_core.sessions.session import Session
-from miles_core.sessions.tree import Recorded, Turn
+from miles_core.sessions.tree import Turn
 
 TOOLS = [{"type": "function", "function": {"name": "bash", "parameters": {}}}]
 text = st.text(max_size=12)
@@ -67,7 +67,7 @@ def record(session: Session, family: ChatFamily, asked: list[Any], ids: list[int
         parent=place.parent,
         tools_key=place.tools_key,
         new=place.new,
-        answer=Recorded(family.parse_message(ids).with_call_ids(rid)),
+        answer=family.parse_message(ids).with_call_ids(rid),
         prompt_ids=place.prompt_ids,
         output_ids=np.array(ids, np.int32),
         logprobs=np.array([-len(rid) - started - i / 7 for i in range(len(ids))]),
@@ -103,7 +103,7 @@ def test_random_conversations_are_exact(
         journal.append(turn)
         prompt = turn.ids()[: -len(ids)].tolist()
         sent[turn.rid] = (prompt, ids, turn.logprobs.tolist())
-        wire = json.loads(json.dumps(openai_message(turn.answer.message, "c")))
+        wire = json.loads(json.dumps(openai_message(turn.answer, "c")))
         history = [*asked, wire]
 
     cut = cut_samples(Snapshot.of(session, journal))

@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles_core.sessions.messages import parse_message
-from miles_core.sessions.tree import Recorded, Tree, Turn
+from miles_core.sessions.tree import Tree, Turn
+
+USER = {"role": "user", "content": "a"}
 
 
 def call(arguments: Any, **more: Any) -> dict[str, Any]:
@@ -19,10 +21,11 @@ def call(arguments: Any, **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": "", "tool_calls": [{"function": function}], **more}
 
 
-def recorded(raw: dict[str, Any]) -> Recorded:
-    made = Recorded(parse_message(raw, ""))
-    made.remember(raw)
-    return made
+def turn_of(*sent: dict[str, Any]) -> Turn:
+    """A turn whose messages are as they were sent."""
+    *new, answer = (parse_message(raw, "") for raw in sent)
+    none = np.zeros(0, np.int32)
+    return Turn(0, None, "", tuple(new), answer, none, none, none, 0, "", (), "stop", 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -48,23 +51,26 @@ def recorded(raw: dict[str, Any]) -> Recorded:
     ],
 )
 def test_what_repeats_a_message(mine: dict[str, Any], theirs: dict[str, Any], same: bool) -> None:
-    message = recorded(mine)
+    turn = turn_of(USER, mine)
     for _ in range(3):  # a form that has been seen is compared in another way
-        assert message.matches(theirs) == same
-        assert message.matches(mine)
+        assert turn.is_repeated_by([USER, theirs]) == same
+        assert turn.is_repeated_by([USER, mine])
 
 
 @pytest.mark.parametrize("raw", [None, 1, "x", [], {}, {"role": 5}, {"role": "user", "content": 5}])
 def test_what_is_no_message_repeats_nothing(raw: Any) -> None:
-    assert not recorded({"role": "user", "content": ""}).matches(raw)
+    turn = turn_of({"role": "user", "content": ""}, USER)
+    for _ in range(2):
+        assert not turn.is_repeated_by([raw, USER])
+        assert turn.is_repeated_by([{"role": "user"}, USER])
 
 
 def test_deep_nesting_repeats_nothing() -> None:
     deep: Any = "x"
     for _ in range(50_000):
         deep = [deep]
-    message = recorded({"role": "user", "content": "a", "extra": "b"})
-    assert not message.matches({"role": "user", "content": deep})
+    for name in ("content", "tool_calls", "role"):
+        assert not turn_of(USER, USER).is_repeated_by([USER, {**USER, name: deep}])
 
 
 def add(tree: Tree, parent: Turn | None, asked: list[str], said: str, **when: int) -> Turn:
@@ -74,8 +80,8 @@ def add(tree: Tree, parent: Turn | None, asked: list[str], said: str, **when: in
         index=index,
         parent=parent,
         tools_key="",
-        new=tuple(recorded(user(text)) for text in asked),
-        answer=recorded(assistant(said)),
+        new=tuple(parse_message(user(text), "") for text in asked),
+        answer=parse_message(assistant(said), ""),
         prompt_ids=np.frombuffer("".join(asked).encode(), np.uint8).astype(np.int32),
         output_ids=ids,
         logprobs=ids * -1.0,

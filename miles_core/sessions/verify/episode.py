@@ -17,7 +17,7 @@ from miles_core.sessions.messages import Message
 from miles_core.sessions.protocol import SessionRequest, SessionSamples
 from miles_core.sessions.samples import Snapshot, cut_samples
 from miles_core.sessions.session import Session
-from miles_core.sessions.tree import Recorded, Turn
+from miles_core.sessions.tree import Turn
 from miles_core.sessions.verify.corpus import Conversation
 from miles_core.sessions.verify.report import Check, Where
 
@@ -63,7 +63,7 @@ def play(
             continue
         output = next(remaining)
         turn = _record(session, family, sent, tools, output)
-        sent.append(json.loads(json.dumps(openai_message(turn.answer.message, "call"))))
+        sent.append(json.loads(json.dumps(openai_message(turn.answer, "call"))))
     body = cut_samples(Snapshot.of(session, Journal(Path(os.devnull))))
     return SessionSamples.model_validate_json(body)
 
@@ -82,7 +82,7 @@ def _record(
         parent=place.parent,
         tools_key=place.tools_key,
         new=place.new,
-        answer=Recorded(family.parse_message(output, tools)),
+        answer=family.parse_message(output, tools),
         prompt_ids=place.prompt_ids,
         output_ids=np.array(output, np.int32),
         logprobs=-np.arange(len(output), dtype=np.float64),
