@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Protocol
@@ -15,6 +16,7 @@ from miles_core.sessions.tokens import ChatTokenizer
 
 _USER = Message("user", "question")
 _PROBE = "PROBE"
+_MOST_AFTER_END = 4  # ids that two continuations of a turn may begin with alike
 _CALL = Message(
     "assistant", "", (ToolCall("probe", {"text": "a b", "number": 1, "flag": True}, "call00000"),)
 )
@@ -148,12 +150,19 @@ def find_stops(tokenizer: ChatTokenizer, template: OwnTemplate) -> tuple[str, ..
             "which does not begin with a token of its own",
             "Choose another --chat-family.",
         )
-    try:
-        last = tokenizer.encode(template.render([_USER, _CALL]).rstrip())[-1:]
-    except MessageError:
-        last = []
-    found = [tokenizer.token_of(i) for i in [*first, *last] if tokenizer.is_added(i)]
+    found = [tokenizer.token_of(i) for i in [*first, *_end_of_call(tokenizer, template)]]
     return tuple(dict.fromkeys(token for token in found if token is not None))
+
+
+def _end_of_call(tokenizer: ChatTokenizer, template: OwnTemplate) -> list[int]:
+    """The id that a call ends with: the last one before its end and its result differ."""
+    try:
+        ended = template.render([_USER, _CALL])
+        answered = template.render([_USER, _CALL, _RESULT], (), True)
+    except MessageError:
+        return []
+    ids = tokenizer.encode(os.path.commonprefix([ended, answered]))
+    return next(([i] for i in reversed(ids[-_MOST_AFTER_END:]) if tokenizer.is_added(i)), [])
 
 
 def find_reader(
