@@ -62,6 +62,7 @@ class ScriptedModel:
         self.script = list(script)
         self.requests: list[dict[str, Any]] = []
         self.paths: list[str] = []
+        self.keys: list[str | None] = []
         self._lock = threading.Lock()
         model = self
 
@@ -71,6 +72,7 @@ class ScriptedModel:
             def do_POST(self) -> None:
                 length = int(self.headers["content-length"])
                 body = json.loads(self.rfile.read(length))
+                model.keys.append(self.headers["idempotency-key"])
                 status, answer = model.answer(self.path, body)
                 if isinstance(answer, Raw):
                     answer.send(self.connection)

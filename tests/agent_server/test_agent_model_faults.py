@@ -154,6 +154,26 @@ def test_a_fault_after_an_answer_is_no_grade(
     assert result.agent_metrics.turns == 1
 
 
+LAST = {
+    MINI: bash(DONE),
+    TERMINUS: text(json.dumps({"analysis": "", "plan": "", "commands": [], "task_complete": True})),
+}
+
+
+@pytest.mark.parametrize("agent", [MINI, TERMINUS])
+def test_a_call_whose_answer_was_lost_comes_again_by_the_same_name(
+    server: Server, agent: str
+) -> None:
+    model = ScriptedModel([FIRST[agent], sized(FINE[:40], 400), LAST[agent]])
+    try:
+        result = server.run("answer", agent, base_url=model.url)
+    finally:
+        model.close()
+    assert result.verdict.kind is VerdictKind.GRADED, result.verdict
+    first, lost, again, *_ = model.keys
+    assert None is not first != lost == again and model.requests[1] == model.requests[2]
+
+
 def run_late(server: Server, agent: str, script: list[Any]) -> Any:
     """A trial of an agent that has 6 seconds."""
     make_task(server.tasks, "late-answer", agent_s=6.0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import uuid
 from typing import Any, override
 
 import httpx
@@ -100,11 +101,11 @@ class SessionModel(BaseLLM):
 
     async def _post(self, body: str) -> bytes:
         """POST with a bounded number of attempts; only what has no answer is tried again."""
-        last = ""
+        last, key = "", uuid.uuid4().hex
         for attempt in range(ATTEMPTS):
             await asyncio.sleep(pause_s(attempt))
             try:
-                status, answer = await self._ask(body)
+                status, answer = await self._ask(body, key)
             except httpx.HTTPError as error:
                 last = f"{type(error).__name__}: {error}"
                 continue
@@ -118,14 +119,18 @@ class SessionModel(BaseLLM):
             raise AgentFailed(Cause(cause), last)
         raise AgentFailed(Cause.SESSION_FAILED, f"{ATTEMPTS} attempts: {last}")
 
-    async def _ask(self, body: str) -> tuple[int, bytes]:
-        """One attempt: status and body as they came; raises NoCompletion for one too long."""
+    async def _ask(self, body: str, key: str) -> tuple[int, bytes]:
+        """One attempt: status and body as they came; raises NoCompletion for one too long.
+
+        By `key` a session knows a call that comes again, whose answer was lost on its way.
+        """
         url = str(self._job.request.base_url).rstrip("/") + "/chat/completions"
         if self._client is None:
             timeout = httpx.Timeout(TIMEOUT_S, connect=CONNECT_S)
             self._client = httpx.AsyncClient(timeout=timeout, headers=HEADERS, trust_env=False)
         whole = bytearray()
-        async with self._client.stream("POST", url, content=body) as answer:
+        headers = {"idempotency-key": key}
+        async with self._client.stream("POST", url, content=body, headers=headers) as answer:
             async for part in answer.aiter_raw():
                 whole += part
                 if len(whole) > ANSWER_LIMIT:

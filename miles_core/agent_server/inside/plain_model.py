@@ -10,6 +10,7 @@ import signal
 import time
 import urllib.error
 import urllib.request
+import uuid
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -138,11 +139,11 @@ class PlainModel:
 
     def _post(self, body: bytes) -> bytes:
         """POST with a bounded number of attempts; only what was surely not answered is retried."""
-        last = ""
+        last, key = "", uuid.uuid4().hex
         for attempt in range(self.config.attempts):
             time.sleep(pause_s(attempt))
             try:
-                status, answer = self._ask(body)
+                status, answer = self._ask(body, key)
             except (OSError, http.client.HTTPException) as error:
                 reason = getattr(error, "reason", error)
                 if getattr(reason, "errno", None) in USED_UP:
@@ -154,9 +155,13 @@ class PlainModel:
             last = self._refused(status, answer.decode(errors="replace"))
         raise ModelEndpointError("session_failed", f"{self.config.attempts} attempts: {last}")
 
-    def _ask(self, body: bytes) -> tuple[int | None, bytes]:
-        """One attempt: the answer, or an error status and the beginning of what came with it."""
+    def _ask(self, body: bytes, key: str) -> tuple[int | None, bytes]:
+        """One attempt: the answer, or an error status and the beginning of what came with it.
+
+        By `key` a session knows a call that comes again, whose answer was lost on its way.
+        """
         headers = {"content-type": "application/json", "authorization": "Bearer none"}
+        headers["idempotency-key"] = key
         request = urllib.request.Request(self._url, body, headers)
         try:
             with urllib.request.urlopen(request, timeout=self.config.timeout) as response:
