@@ -29,7 +29,11 @@ except ImportError:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to do. `pause_s` is what an active agent waits before each of its turns."""
+    """What to do.
+
+    `pause_s` is what an active agent waits before each of its turns, `repeat` how often its text
+    stands in one of its messages.
+    """
 
     url: str
     token: str
@@ -41,6 +45,7 @@ class Plan:
     idle_sessions: int = 0
     idle_turns: int = 1
     pause_s: float = 0.0
+    repeat: int = 1
 
 
 class Agent:
@@ -83,6 +88,8 @@ class Agent:
         """One model call that repeats the history and adds a message."""
         texts = self.plan.user_texts
         text = f"{self.number} {number} {texts[(self.number + number) % len(texts)]}"
+        if self.number < self.plan.sessions:
+            text *= self.plan.repeat
         self.history.append(orjson.dumps({"role": "user", "content": text}))
         body = b'{"model":"policy","messages":[' + b",".join(self.history) + b"]}"
         began = time.perf_counter()

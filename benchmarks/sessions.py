@@ -9,7 +9,7 @@ turns    sessions side by side, each turn as soon as the last is answered
 routing  the same with routing data for each token
 costs    the parts of one turn, in this process, against the length of the history
 health   `/health` beside 1,000 idle and 64 active sessions: as fast as they can, then
-         ("paced") with a second between the turns of each
+         ("paced") with a second between the turns of each, then 4 with messages of 0.4 MB
 
 Each phase but `costs` is repeated with a new server. The machine must be idle.
 """
@@ -65,6 +65,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "routing": (args.row_bytes, many),
         "health": (0, health),
         "health, paced": (0, {**health, "pause_s": 1.0, "turns": 10}),
+        "health, long texts": (0, {**health, "sessions": 4, "turns": 5, "repeat": 2000}),
     }
     load_before, results = os.getloadavg()[0], {}
     with tempfile.TemporaryDirectory() as folder:
