@@ -64,6 +64,11 @@ class ChatTokenizer:
         """Whether an id is a token of its own, which no other text can merge with."""
         return token_id in self._tokenizer.get_added_tokens_decoder()
 
+    def is_special(self, token_id: int) -> bool:
+        """Whether an id is a token of its own that stands for no text."""
+        token = self._tokenizer.get_added_tokens_decoder().get(token_id)
+        return token is not None and token.special
+
     def special_token(self, name: str) -> str | None:
         """The text of e.g. `eos_token`, which a configuration spells as a string or an object."""
         value = self.config.get(name)

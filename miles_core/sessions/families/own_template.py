@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Protocol
@@ -16,9 +15,11 @@ from miles_core.sessions.tokens import ChatTokenizer
 
 _USER = Message("user", "question")
 _PROBE = "PROBE"
-_MOST_AFTER_END = 4  # ids that two continuations of a turn may begin with alike
+_ARGUMENT = "some words"
 _CALL = Message(
-    "assistant", "", (ToolCall("probe", {"text": "a b", "number": 1, "flag": True}, "call00000"),)
+    "assistant",
+    "",
+    (ToolCall("probe", {"number": 1, "flag": True, "text": _ARGUMENT}, "call00000"),),
 )
 _THINKING = Message("assistant", _PROBE, (), "thought")
 _UNREAD = {"call": "the template writes no calls, or none in a form that is known"}
@@ -155,14 +156,14 @@ def find_stops(tokenizer: ChatTokenizer, template: OwnTemplate) -> tuple[str, ..
 
 
 def _end_of_call(tokenizer: ChatTokenizer, template: OwnTemplate) -> list[int]:
-    """The id that a call ends with: the last one before its end and its result differ."""
+    """The first special token after what a call says, if the template writes calls."""
     try:
-        ended = template.render([_USER, _CALL])
-        answered = template.render([_USER, _CALL, _RESULT], (), True)
+        text = template.render([_USER, _CALL])
     except MessageError:
         return []
-    ids = tokenizer.encode(os.path.commonprefix([ended, answered]))
-    return next(([i] for i in reversed(ids[-_MOST_AFTER_END:]) if tokenizer.is_added(i)), [])
+    _, said, tail = text.rpartition(_ARGUMENT)
+    ids = tokenizer.encode(tail) if said else []
+    return next(([i] for i in ids if tokenizer.is_special(i)), [])
 
 
 def find_reader(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from miles_core.sessions.families.family import ChatFamily
 from miles_core.sessions.families.features import features
-from miles_core.sessions.messages import Message
+from miles_core.sessions.messages import Message, MessageError
 from miles_core.sessions.verify.corpus import Conversation
 from miles_core.sessions.verify.report import Check, Where, difference
 
@@ -56,13 +56,16 @@ class PieceChecks:
         self.parsed = Check("parsed", "every answer is read back as it was")
         self.streamed = Check("streamed", "what is sent early is the beginning of the answer")
         self.sglang = Check("sglang", "SGLang's parsers read the same")
-        self._apart = self._changed = 0
+        self._apart: list[tuple[int, int]] = []
+        self._changed = 0
 
     def checks(self) -> list[Check]:
         if self._apart:
+            number, message = self._apart[0]
             self.ids.notes.append(
-                f"{self._apart} of {self.ids.passed} texts have other ids when they are tokenised "
-                "at once, with the same text: harmless, since sampled ids are never made anew"
+                f"{len(self._apart)} of {self.ids.passed} texts have other ids when they are "
+                f"tokenised at once (first in conversation {number}, at message {message}), with "
+                "the same text: harmless, since sampled ids are never made anew"
             )
         if self._changed:
             self.ids.notes.append(
@@ -94,8 +97,24 @@ class PieceChecks:
         at_once = family.tokenizer.encode(whole)
         ours, theirs = family.tokenizer.decode(ids), family.tokenizer.decode(at_once)
         self.ids.hold(ours == theirs, where, difference(ours, theirs, "the whole"))
-        self._apart += ours == theirs and ids != at_once
+        if ours == theirs and ids != at_once:
+            self._apart.append((where.number, self._message_apart(where, ids, at_once)))
         self._changed += theirs != whole and theirs != unicodedata.normalize("NFC", whole)
+
+    def _message_apart(self, where: Where, ids: list[int], at_once: list[int]) -> int:
+        """The message in which two tokenisations of a conversation part."""
+        pairs = zip(ids, at_once, strict=False)
+        same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ids), len(at_once)))
+        text = self.family.tokenizer.decode(ids[:same])
+        talk = where.conversation
+        for end in range(1, where.message + 1):
+            try:
+                before = self.family.render_text(talk.messages[:end], talk.tools, False)
+            except MessageError:
+                continue
+            if len(before) > len(text):
+                return end - 1
+        return where.message
 
     def _cuts(self, where: Where, step: Step) -> None:
         family, messages = self.family, where.conversation.messages
