@@ -68,10 +68,12 @@ def _positive(text: str) -> int:
 def run_verify(args: argparse.Namespace) -> int:
     """Check the family that the arguments name."""
     from miles_core.sessions.families import load_family
+    from miles_core.sessions.parsers.sglang import sglang_parser
     from miles_core.sessions.verify.check import verify
 
-    family = load_family(args.tokenizer, args.chat_family, parsers="auto")
-    report = verify(family, args.seed, args.conversations)
+    family = load_family(args.tokenizer, args.chat_family)
+    theirs = sglang_parser(family.name)
+    report = verify(family, args.seed, args.conversations, theirs=theirs)
     if args.json:
         print_json(report.to_json())
     else:

@@ -198,10 +198,6 @@ def test_unknown_names_and_missing_files(tokenizer_dir: Path, tmp_path: Path) ->
         load_family(make_tokenizer(tmp_path / "marked", {"miles_chat_family": "klingon"}))
     with pytest.raises(UserError, match=r"tokenizer\.json"):
         load_family(tmp_path)
-    with pytest.raises(UserError, match="SGLang's parsers are not installed"):
-        load_family(tokenizer_dir, "terse", parsers="sglang")
-    with pytest.raises(UserError, match="unknown parsers 'fast'"):
-        load_family(tokenizer_dir, parsers="fast")
     with pytest.raises(UserError, match=r"llama3.*needs the tokens.*start_header_id"):
         load_family(tokenizer_dir, "llama3")
 

@@ -131,6 +131,13 @@ def test_a_sample_with_other_ids_is_seen(tokenizer_dir: Path, monkeypatch: Any) 
     assert failed(verify(load_family(tokenizer_dir), number=5)) == ["sampled"]
 
 
+def test_another_parser_that_reads_something_else_is_seen(tokenizer_dir: Path) -> None:
+    family = load_family(tokenizer_dir)
+    same = verify(family, number=5, theirs=family.notation.parse)
+    assert same.ok and next(c.passed for c in same.checks if c.name == "sglang") > 5
+    assert failed(verify(family, number=5, theirs=Strips().parse)) == ["sglang"]
+
+
 def test_the_same_seed_draws_the_same(tokenizer_dir: Path) -> None:
     assert Writer(5).conversations(12) == Writer(5).conversations(12) != Writer(6).conversations(12)
     reports = [verify(load_family(tokenizer_dir), 5, 12).to_json() | {"seconds": 0} for _ in "ab"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,14 +21,12 @@ class ChatFamily:
     are lists of ints. Methods that render raise `MessageError` for what has no form, and
     `NotAppendOnly` where a checkpoint's own template would rewrite what has been recorded.
 
-    `stop_token_ids` end an answer; the first of them closes an answer that was cut off. `reader`
-    reads answers in the place of `notation.parse`, with the same result.
+    `stop_token_ids` end an answer; the first of them closes an answer that was cut off.
     """
 
     tokenizer: ChatTokenizer
     notation: Notation
     stop_token_ids: tuple[int, ...]
-    reader: Callable[[str, ToolList], Message] | None = None
 
     @property
     def name(self) -> str:
@@ -93,11 +91,7 @@ class ChatFamily:
 
     def parse_message(self, ids: Sequence[int], tools: ToolList | None = None) -> Message:
         """The assistant's message that ids stand for, which were sampled with `tools` at hand."""
-        return self.parse_text(self.text_of(ids), tools)
-
-    def parse_text(self, text: str, tools: ToolList | None = None) -> Message:
-        """The assistant's message of an answer's text, whose stop token has been taken off."""
-        return (self.reader or self.notation.parse)(text, tools or ())
+        return self.notation.parse(self.text_of(ids), tools or ())
 
     def parse_output(self, ids: Sequence[int], tools: ToolList | None = None) -> dict[str, Any]:
         """As `parse_message`, in OpenAI's form: arguments are JSON text, calls have ids."""

@@ -9,36 +9,27 @@ from miles_core.sessions.families.detect import detect, proven_template
 from miles_core.sessions.families.family import ChatFamily, stop_ids
 from miles_core.sessions.families.notation import Notation
 from miles_core.sessions.families.registry import TEMPLATE, family_name, notation
-from miles_core.sessions.parsers.sglang import sglang_parser
 from miles_core.sessions.tokens import ChatTokenizer
 
-PARSERS = ("auto", "sglang", "builtin")
-"""What reads answers: SGLang's parsers where they are installed, always, or never."""
 
-
-def load_family(
-    tokenizer_dir: Path | str, name: str = "auto", parsers: str = "builtin"
-) -> ChatFamily:
+def load_family(tokenizer_dir: Path | str, name: str = "auto") -> ChatFamily:
     """The family `name`, or the one that fits (`auto`), over the tokenizer of a checkpoint.
 
-    `parsers` is one of `PARSERS`. Raises UserError when there is no such family, when the
-    tokenizer lacks its special tokens, when none fits, when a checkpoint's own template is to be
-    used and is not append-only, and when SGLang's parsers are asked for and there are none.
+    Raises UserError when there is no such family, when the tokenizer lacks its special tokens,
+    when none fits, and when a checkpoint's own template is to be used and is not append-only.
     """
-    if parsers not in PARSERS:
-        raise UserError(f"unknown parsers {parsers!r}", f"Known: {', '.join(PARSERS)}.")
     tokenizer = ChatTokenizer(tokenizer_dir)
     marked = tokenizer.config.get("miles_chat_family")
     if name == "auto" and marked is not None:
         name = str(marked)
     if name == "auto":
-        return _over(tokenizer, detect(tokenizer), parsers)
+        return _over(tokenizer, detect(tokenizer))
     name = family_name(name)
     chosen = proven_template(tokenizer) if name == TEMPLATE else notation(name)
-    return _over(tokenizer, chosen, parsers)
+    return _over(tokenizer, chosen)
 
 
-def _over(tokenizer: ChatTokenizer, chosen: Notation, parsers: str) -> ChatFamily:
+def _over(tokenizer: ChatTokenizer, chosen: Notation) -> ChatFamily:
     needed = dict.fromkeys([*chosen.tokens, chosen.stops[0]])
     missing = [token for token in needed if tokenizer.id_of(token) is None]
     if missing:
@@ -47,10 +38,4 @@ def _over(tokenizer: ChatTokenizer, chosen: Notation, parsers: str) -> ChatFamil
             f"{tokenizer.directory} does not have",
             "Choose another --chat-family, or leave it at auto.",
         )
-    reader = None if parsers == "builtin" else sglang_parser(chosen.name)
-    if parsers == "sglang" and reader is None:
-        raise UserError(
-            f"SGLang's parsers are not installed here, or it has none for {chosen.name!r}",
-            "Use the built-in ones, which give the same.",
-        )
-    return ChatFamily(tokenizer, chosen, stop_ids(tokenizer, chosen), reader)
+    return ChatFamily(tokenizer, chosen, stop_ids(tokenizer, chosen))

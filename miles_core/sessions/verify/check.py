@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from miles_core.sessions.families.family import ChatFamily
 from miles_core.sessions.families.notation import NotAppendOnly
 from miles_core.sessions.messages import MessageError
+from miles_core.sessions.parsers.sglang import Parse
 from miles_core.sessions.verify.against import TemplateCheck, check_stops
 from miles_core.sessions.verify.corpus import Conversation, Writer
 from miles_core.sessions.verify.episode import SampledCheck
@@ -23,13 +24,17 @@ def verify(
     seed: int = DEFAULT_SEED,
     number: int = DEFAULT_CONVERSATIONS,
     conversations: Sequence[Conversation] | None = None,
+    theirs: Parse | None = None,
 ) -> Report:
-    """Check a family over `number` conversations drawn by `seed`, or over those given."""
+    """Check a family over `number` conversations drawn by `seed`, or over those given.
+
+    `theirs` is another parser of the family's answers, which has to read the same.
+    """
     began = time.monotonic()
     if conversations is None:
         conversations = Writer(seed, family.notation.reasoning).conversations(number)
     pieces, sampled, own = (
-        PieceChecks(family, seed),
+        PieceChecks(family, seed, theirs),
         SampledCheck(family, seed),
         TemplateCheck(family),
     )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from miles_core.sessions.families.family import ChatFamily
 from miles_core.sessions.families.features import features
 from miles_core.sessions.messages import Message, MessageError
+from miles_core.sessions.parsers.sglang import Parse
 from miles_core.sessions.verify.corpus import Conversation
 from miles_core.sessions.verify.report import Check, Where, difference
 
@@ -46,8 +47,8 @@ def steps(family: ChatFamily, conversation: Conversation) -> Iterator[Step]:
 class PieceChecks:
     """Append-only, exact in ids, cut answers, reading back and streaming."""
 
-    def __init__(self, family: ChatFamily, seed: int) -> None:
-        self.family, self._rng = family, random.Random(seed)
+    def __init__(self, family: ChatFamily, seed: int, theirs: Parse | None) -> None:
+        self.family, self._theirs, self._rng = family, theirs, random.Random(seed)
         self.append_only = Check("append-only", "prompt, answers and continuations are the whole")
         self.ids = Check("ids", "ids of the pieces decode to the text of the whole")
         self.cut = Check(
@@ -72,7 +73,7 @@ class PieceChecks:
                 f"{self._changed} texts are other ones when the tokenizer has encoded and decoded "
                 "them: it does not keep every text"
             )
-        if self.family.reader is None:
+        if self._theirs is None:
             self.sglang.notes.append("SGLang's parsers are not installed, or it has none for these")
         checks = [self.append_only, self.ids, self.cut, self.parsed, self.streamed]
         return [*checks, self.sglang]
@@ -143,8 +144,8 @@ class PieceChecks:
             self.parsed.excuse(reason)
         else:
             self.parsed.hold(found == message, where, f"read as {found}")
-        if family.reader is not None:
-            theirs = family.reader(text, conversation.tools)
+        if self._theirs is not None:
+            theirs = self._theirs(text, conversation.tools)
             self.sglang.hold(theirs == found, where, f"{theirs} instead of {found}")
         self._streams(where, text, found)
 
