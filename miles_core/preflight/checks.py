@@ -25,6 +25,7 @@ from miles_core.config.keys import nearest
 from miles_core.config.schema import MilesConfig
 from miles_core.errors import UserError
 from miles_core.preflight.model_files import model_faults
+from miles_core.sessions.families import load_family
 
 LEAST_FREE_BYTES = 1 << 30
 # A checkpoint holds float32 weights and two AdamW moments: 12 bytes for each parameter, which a
@@ -96,6 +97,7 @@ def check_paths(config: MilesConfig) -> list[Problem]:
         if model.hf_checkpoint.is_dir():
             faults = model_faults(model.hf_checkpoint)
             problems += [Problem("model.hf_checkpoint", fault, fix) for fault in faults]
+            problems += [] if faults else _family_problems(config, model.hf_checkpoint)
     elif model.model_recipe is not None:
         fix = "set --model-recipe to a TOML recipe, or --hf-checkpoint to a model"
         problems += _need(model.model_recipe, "model.model_recipe", fix, kind="file")
@@ -309,6 +311,15 @@ async def check_services(config: MilesConfig) -> list[Problem]:
                 text = f"{probe} answers {answer.status_code}"
                 problems.append(Problem(name, text, fix))
     return problems
+
+
+def _family_problems(config: MilesConfig, checkpoint: Path) -> list[Problem]:
+    """Whether sessions know how the model's conversations are written."""
+    try:
+        load_family(checkpoint, config.sessions.chat_family)
+    except UserError as error:
+        return [Problem("sessions.chat_family", error.message, error.fix or "")]
+    return []
 
 
 def _need(path: Path, name: str, fix: str, kind: str = "any") -> list[Problem]:

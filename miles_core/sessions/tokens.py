@@ -28,7 +28,12 @@ class ChatTokenizer:
                 f"no tokenizer.json in {self.directory}",
                 "Give the directory of a Hugging Face checkpoint with a fast tokenizer.",
             )
-        self._tokenizer = Tokenizer.from_file(str(path))
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            raise UserError(
+                f"{path} cannot be read: {error}", "Give a tokenizer.json that is whole."
+            ) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.config = self._read("tokenizer_config.json")
@@ -36,7 +41,13 @@ class ChatTokenizer:
 
     def _read(self, name: str) -> dict[str, Any]:
         path = self.directory / name
-        return json.loads(path.read_text("utf-8")) if path.is_file() else {}
+        try:
+            value = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+        except (ValueError, OSError) as error:
+            raise UserError(f"{path} cannot be read: {error}", "Give the whole file.") from error
+        if not isinstance(value, dict):
+            raise UserError(f"{path} is no JSON object", "Give the checkpoint's own file.")
+        return value
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`; special tokens in it become their ids and none is added.

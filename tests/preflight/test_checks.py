@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from miles_core.config.load import load_config
 from miles_core.config.schema import MilesConfig
@@ -62,7 +64,9 @@ def write_model(directory: Path) -> None:
     """A Hugging Face directory as far as it can be judged without torch."""
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(MODEL))
-    (directory / "tokenizer.json").write_text("{}")
+    tokenizer = Tokenizer(WordLevel({"a": 0, "?": 1}, unk_token="?"))
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer.save(str(directory / "tokenizer.json"))
     header = json.dumps({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
     weights = len(header).to_bytes(8, "little") + header + bytes(8)
     (directory / "model.safetensors").write_bytes(weights)
@@ -199,6 +203,29 @@ def test_unusable_model_directory(folder: Path, name: str, content: str | None, 
     assert fields(problems) == ["model.hf_checkpoint"]
     assert fault in problems[0].problem
     assert str(folder / "model") in problems[0].problem
+
+
+FORGETFUL = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role != 'assistant' or loop.index > messages | length - 2 %}{{ m.content }}"
+    "{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_a_model_whose_conversations_nobody_can_write_is_found(folder: Path) -> None:
+    template = folder / "model" / "chat_template.jinja"
+    template.write_text(FORGETFUL)
+    (problem,) = check_paths(config(folder))
+    assert problem.field == "sessions.chat_family" and "rewrites" in problem.problem
+    assert "--chat-family" in problem.fix
+    assert check_paths(config(folder, chat_family="chatml")) == []
+    (unknown,) = check_paths(config(folder, chat_family="qwen33"))
+    assert unknown.field == "sessions.chat_family" and "qwen3" in unknown.fix
+    (tokens,) = check_paths(config(folder, chat_family="glm45"))
+    assert "[gMASK]" in tokens.problem
+    template.unlink()
+    assert check_paths(config(folder)) == []
 
 
 def test_cut_weights(folder: Path) -> None:

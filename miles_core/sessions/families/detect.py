@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ TOKEN_HINTS = (
 )
 # What templates call the switch that keeps the reasoning of old answers.
 _KEEPING: tuple[dict[str, Any], ...] = ({"preserve_thinking": True}, {"clear_thinking": False})
-_PROOF_SEED, _PROOF_CONVERSATIONS = 7, 30
+_PROOF_SEED, _PROOF_CONVERSATIONS, _DETECTION = 7, 30, 20
 
 _TOOL = {
     "type": "function",
@@ -110,13 +110,18 @@ def knows_tools(template: OwnTemplate) -> bool:
         return True
 
 
-def compare(candidate: Notation, template: OwnTemplate, with_tools: bool) -> int | Misfit:
+def compare(
+    candidate: Notation,
+    template: OwnTemplate,
+    with_tools: bool,
+    probes: Mapping[str, Conversation] = PROBES,
+) -> int | Misfit:
     """How many probes a notation renders as a template does, or the first one that differs.
 
     Those that the template refuses, and the known exceptions of the notation, are left out.
     """
     equal = 0
-    for name, probe in PROBES.items():
+    for name, probe in probes.items():
         found = features(probe.messages, not with_tools, bool(probe.tools))
         if found & candidate.exceptions.keys():
             continue
@@ -141,6 +146,18 @@ def fitting(tokenizer: ChatTokenizer) -> list[Notation]:
     ]
 
 
+def drawn_probes() -> dict[str, Conversation]:
+    """Generated conversations, up to each point at which the model is asked."""
+    return {
+        f"generated conversation {number}, up to message {end - 1}": Conversation(
+            conversation.messages[:end], conversation.tools
+        )
+        for number, conversation in enumerate(Writer(_PROOF_SEED).conversations(_DETECTION))
+        for end in (*conversation.answers(), len(conversation.messages))
+        if conversation.messages[end - 1].role != "assistant"
+    }
+
+
 def detect(tokenizer: ChatTokenizer) -> Notation:
     """The notation of a checkpoint; raises UserError that says what was tried."""
     if tokenizer.chat_template() is None:
@@ -149,13 +166,18 @@ def detect(tokenizer: ChatTokenizer) -> Notation:
     with_tools = knows_tools(template)
     candidates = fitting(tokenizer)
     results = [(candidate, compare(candidate, template, with_tools)) for candidate in candidates]
+    misfits = [result for _, result in results if isinstance(result, Misfit)]
     matches = [(equal, c) for c, equal in results if isinstance(equal, int) and equal]
-    if matches:
-        return max(matches, key=lambda match: match[0])[1]
+    drawn = drawn_probes() if matches else {}
+    for _, candidate in sorted(matches, key=lambda match: match[0], reverse=True):
+        result = compare(candidate, template, with_tools, drawn)
+        if isinstance(result, int):
+            return candidate
+        misfits.append(result)
     try:
         return proven_template(tokenizer, template)
     except UserError as error:
-        raise _nothing_fits(tokenizer, [r for _, r in results], error) from error
+        raise _nothing_fits(tokenizer, misfits, error) from error
 
 
 def _by_tokens(tokenizer: ChatTokenizer) -> Notation:
@@ -168,10 +190,7 @@ def _by_tokens(tokenizer: ChatTokenizer) -> Notation:
     )
 
 
-def _nothing_fits(
-    tokenizer: ChatTokenizer, results: Sequence[int | Misfit], own: UserError
-) -> UserError:
-    misfits = [result for result in results if isinstance(result, Misfit)]
+def _nothing_fits(tokenizer: ChatTokenizer, misfits: Sequence[Misfit], own: UserError) -> UserError:
     tried = ", ".join(misfit.family for misfit in misfits) or "none has its special tokens"
     nearest = max(misfits, key=lambda misfit: misfit.equal, default=None)
     said = f"\n  nearest: {nearest}" if nearest else ""
