@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
+import os
 import re
+import subprocess
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +18,7 @@ import aiohttp
 import pytest
 from client_engine import Call, Slow, StepEngine, step_engine
 from client_truth import Line, check_samples, make_byte_tokenizer, user
-from session_helpers import TOKEN, session_server
+from session_helpers import TOKEN, server_command, session_server, until
 
 CONTROL = {"Authorization": f"Bearer {TOKEN}"}
 
@@ -69,6 +74,12 @@ class Load:
         self.line = self.line.prompt(("\n" if turn else "") + user(asked)).answer(
             f"you said {asked}"
         )
+
+    async def refused(self) -> tuple[int, str]:
+        """Status and code of a call that cannot be answered."""
+        url = f"{self.session}/v1/chat/completions"
+        async with self.http.post(url, json={"messages": self.messages}) as response:
+            return response.status, (await response.json())["error"]["code"]
 
     async def turns(self, first: int, count: int) -> None:
         for turn in range(first, first + count):
@@ -169,3 +180,53 @@ async def test_samples_are_read_while_calls_run(tmp_path: Path) -> None:
             done.set()
             await asyncio.gather(*readers)
             assert (await agent.samples())["model_calls"] == 960
+
+
+@contextlib.contextmanager
+def started(tmp_path: Path, engine_url: str, port: str) -> Iterator[tuple[str, subprocess.Popen]]:
+    """A session server that keeps its sessions in a folder, and its process."""
+    ready = tmp_path / "ready.json"
+    ready.unlink(missing_ok=True)
+    more = ["--ready-file", str(ready), "--port", port, "--spill-dir", str(tmp_path / "kept")]
+    command = server_command(tmp_path / "model", engine_url, *more)
+    process = subprocess.Popen(command, env={**os.environ, "MILES_SESSION_TOKEN": TOKEN})
+    try:
+        until(ready.exists)
+        yield json.loads(ready.read_text())["url"], process
+    finally:
+        process.kill()
+        process.wait(20)
+
+
+async def until_it_dies(agent: Load) -> None:
+    """Turn after turn; the one that was asked last was not answered."""
+    with contextlib.suppress(aiohttp.ClientError):
+        for turn in range(10_000):
+            await agent.turn(turn)
+
+
+async def test_a_server_that_is_killed_under_load_loses_no_answer(tmp_path: Path) -> None:
+    """What a client was told is in the samples that the next server gives, and is exact."""
+    make_byte_tokenizer(tmp_path / "model")
+    with step_engine() as engine:
+        engine.reset([], Echo())
+        async with aiohttp.ClientSession() as http:
+            with started(tmp_path, engine.url, "0") as (url, process):
+                agents = [Load(http, url, 3 * number) for number in range(16)]
+                await asyncio.gather(*(agent.open() for agent in agents))
+                running = [asyncio.create_task(until_it_dies(agent)) for agent in agents]
+                await asyncio.to_thread(until, lambda: all(len(a.messages) > 10 for a in agents))
+                process.kill()
+                await asyncio.gather(*running)
+            with started(tmp_path, engine.url, url.rpartition(":")[2]):
+                for agent in agents:
+                    found = await agent.samples()
+                    told = agent.line.turns()
+                    assert found["model_calls"] in (len(told), len(told) + 1)
+                    (sample,) = found["samples"]
+                    tokens = agent.line.tokens()
+                    assert tuple(sample["tokens"][: len(tokens)]) == tokens
+                    spans = [(turn["start"], turn["end"]) for turn in sample["turns"]]
+                    expected = [(len(b), len(b) + len(a)) for b, a in told]
+                    assert spans[: len(told)] == expected
+                    assert (await agent.refused()) == (410, "session_lost")
