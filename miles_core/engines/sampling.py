@@ -21,7 +21,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "ebnf": (None,),
     "structural_tag": (None,),
     "custom_params": (None, {}),
-    "stream_interval": (1, None),
     "spaces_between_special_tokens": (True, None),
 }
 
@@ -37,7 +36,8 @@ class RequestError(ValueError):
 class SamplingParams:
     """One request's sampling, with SGLang's names and defaults; temperature 0 is greedy.
 
-    `parse_sampling` takes a temperature below GREEDY_BELOW as 0.
+    `parse_sampling` takes a temperature below GREEDY_BELOW as 0. A stream has an event for the first
+    token, then for each `stream_interval` more, and for the last.
     """
 
     max_new_tokens: int = 128
@@ -51,6 +51,7 @@ class SamplingParams:
     no_stop_trim: bool = False
     skip_special_tokens: bool = True
     sampling_seed: int | None = None
+    stream_interval: int = 1
 
 
 def _number(name: str, value: Any, low: float, high: float, whole: bool = False) -> Any:
@@ -99,6 +100,7 @@ _PARSERS: dict[str, Any] = {
     "no_stop_trim": _flag,
     "skip_special_tokens": _flag,
     "sampling_seed": lambda n, v: _number(n, v, -(2**63), 2**63 - 1, whole=True),
+    "stream_interval": lambda n, v: _number(n, v, 1, 2**31, whole=True),
 }
 
 

@@ -282,7 +282,9 @@ class Scheduler:
             if reason is not None:
                 ended = True
                 self._end(request, reason)
-            elif request.stream:
+            elif request.stream and (
+                (len(request.output_ids) - 1) % request.params.stream_interval == 0
+            ):
                 request.notify(request)
         if ended:
             self.running = [r for r in self.running if r.finish is None]

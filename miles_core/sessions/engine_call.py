@@ -24,7 +24,7 @@ from miles_core.sessions.generation import (
 
 # How often a stream is looked at: engines repeat the whole answer with each event.
 _LOOK_S = 0.05
-_STREAM_INTERVAL = 8
+_STREAM_INTERVAL = 4
 _LONGEST_EVENT = 256 * 2**20
 
 

@@ -104,8 +104,12 @@ def test_stop_string(http: httpx.Client, url: str) -> None:
     assert kept["text"].endswith(stop)
 
 
-def test_stream(http: httpx.Client, url: str) -> None:
-    sampling = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
+@pytest.mark.parametrize(
+    ("interval", "seen"), [(None, [1, 2, 3, 4, 5]), (2, [1, 3, 5]), (3, [1, 4, 5])]
+)
+def test_stream(http: httpx.Client, url: str, interval: int | None, seen: list[int]) -> None:
+    sampling = {"temperature": 0, "max_new_tokens": 5, "ignore_eos": True}
+    sampling |= {} if interval is None else {"stream_interval": interval}
     body = {"input_ids": PROMPT, "sampling_params": sampling, "stream": True}
     with http.stream("POST", f"{url}/generate", json=body) as response:
         lines = [line[6:] for line in response.iter_lines() if line.startswith("data: ")]
@@ -113,7 +117,7 @@ def test_stream(http: httpx.Client, url: str) -> None:
     last = json.loads(lines[-2])
     assert last["meta_info"]["finish_reason"]["type"] == "length"
     assert last["output_ids"] == generate(http, url, sampling)["output_ids"]
-    assert len(lines) == 5
+    assert [len(json.loads(line)["output_ids"]) for line in lines[:-1]] == seen
 
 
 @pytest.mark.parametrize(
@@ -122,6 +126,7 @@ def test_stream(http: httpx.Client, url: str) -> None:
         ({"sampling_params": {"temprature": 1}}, "temprature"),
         ({"sampling_params": {"temperature": -1}}, "temperature"),
         ({"sampling_params": {"top_p": 0}}, "top_p"),
+        ({"sampling_params": {"stream_interval": 0}}, "stream_interval"),
         ({"sampling_params": {"frequency_penalty": 0.5}}, "frequency_penalty"),
         ({"input_ids": [1] * 100_000}, "context"),
         ({"input_ids": []}, "input_ids"),

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -32,6 +33,18 @@ def make_model(directory: Path) -> Path:
     return make_tokenizer(directory)
 
 
+def streamed(agent: Agent, messages: list[Any]) -> dict[str, Any]:
+    """An answer that was put together from a stream."""
+    response = agent.ask(messages, tools=[BASH], stream=True)
+    assert response.status_code == 200, response.text
+    *events, done = [line for line in response.text.split("\n\n") if line]
+    assert done == "data: [DONE]"
+    deltas = [json.loads(e.removeprefix("data: "))["choices"][0]["delta"] for e in events]
+    content = "".join(delta.get("content") or "" for delta in deltas)
+    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
 def test_samples_are_the_engines_own_record(tmp_path: Path, http: httpx.Client) -> None:
     model = make_model(tmp_path / "model")
     ready = tmp_path / "engine.json"
@@ -49,7 +62,10 @@ def test_samples_are_the_engines_own_record(tmp_path: Path, http: httpx.Client) 
             agent = Agent(server, http, max_seq_len=1200, sampling_params=pinned)
             messages = [{"role": "user", "content": "hé"}]
             for turn in range(4):
-                messages.append(agent.message(messages, tools=[BASH]))
+                if turn % 2:
+                    messages.append(streamed(agent, messages))
+                else:
+                    messages.append(agent.message(messages, tools=[BASH]))
                 messages.append({"role": "tool", "content": f"result {turn}"})
             (sample,) = agent.samples()["samples"]
     finally:
