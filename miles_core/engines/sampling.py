@@ -36,8 +36,8 @@ class RequestError(ValueError):
 class SamplingParams:
     """One request's sampling, with SGLang's names and defaults; temperature 0 is greedy.
 
-    `parse_sampling` takes a temperature below GREEDY_BELOW as 0. A stream has an event for the first
-    token, then for each `stream_interval` more, and for the last.
+    `parse_sampling` takes a temperature below GREEDY_BELOW as 0. A stream has an event for the
+    first token, then for each `stream_interval` more, and for the last.
     """
 
     max_new_tokens: int = 128
