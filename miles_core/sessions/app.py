@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from miles_core.sessions.chat import ChatService
 from miles_core.sessions.chat_request import parse_request
-from miles_core.sessions.errors import ApiError
+from miles_core.sessions.errors import ApiError, session_lost
 from miles_core.sessions.json_body import read_json
 from miles_core.sessions.protocol import SessionCreated, SessionRequest
 from miles_core.sessions.responses import CallResponse, json_response
@@ -40,6 +40,7 @@ class SessionApp:
         self.store = chat.store
         self.token = token
         self.instance_id = str(uuid.uuid4())
+        self._ending = False
 
     def starlette(self) -> Starlette:
         one = "/sessions/{session_id}"
@@ -66,9 +67,15 @@ class SessionApp:
         tidying = asyncio.create_task(self._tidy())
         yield
         tidying.cancel()
-        for session in self.store:
-            await session.calls.cancel()
         await self.chat.engine.aclose()
+
+    async def shut_down(self) -> None:
+        """End every running call with an error that its client understands, and take no more."""
+        self._ending = True
+        for session in self.store:
+            if session.calls.running:
+                self.store.end(session, "session_failed")
+            await session.calls.cancel(session_lost())
 
     async def _tidy(self) -> None:
         while True:
@@ -120,13 +127,18 @@ class SessionApp:
         return json_response(_card(request.path_params["model"], session.request))
 
     async def completions(self, request: Request) -> Response:
+        session_id = request.path_params["session_id"]
         content = await _body(request)
-        session = await self.store.get(request.path_params["session_id"])
+        self.store.check(session_id)
+        if self._ending:
+            raise session_lost()
         try:
             async with self.chat.pace.piece():
                 chat = parse_request(read_json(content))
         except ValueError as error:
             raise ApiError(400, "invalid_value", f"the body is no JSON: {error}") from error
+        # From here to the start of the call nothing is waited for: it keeps the session in memory.
+        session = await self.store.get(session_id)
         call = session.calls.start(
             request.headers.get("idempotency-key"),
             hashlib.sha256(content).digest(),

@@ -27,6 +27,7 @@ class Call:
         self.wants_progress = wants_progress
         self.settled = ("", "")
         self.seen = False
+        self.ended_by = session_gone()
         self.task: asyncio.Task[dict[str, Any]]
         self._waiting = 0
         self._moved = asyncio.Event()
@@ -55,7 +56,7 @@ class Call:
             return await asyncio.shield(self.task)
         except asyncio.CancelledError:
             if self.task.cancelled():
-                raise session_gone() from None
+                raise self.ended_by from None
             raise
 
     async def progress(self, gone: asyncio.Task[None]) -> AsyncIterator[tuple[str, str]]:
@@ -111,12 +112,13 @@ class Calls:
         if not task.cancelled():
             task.exception()  # whoever waits has it; else it would be logged as never retrieved
 
-    async def cancel(self) -> None:
-        """End every running call and wait for its end."""
-        tasks = [call.task for call in self.running]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    async def cancel(self, why: ApiError) -> None:
+        """End every running call, whose clients get the error `why`, and wait for its end."""
+        calls = list(self.running)
+        for call in calls:
+            call.ended_by = why
+            call.task.cancel()
+        await asyncio.gather(*(call.task for call in calls), return_exceptions=True)
 
 
 def _failed(task: asyncio.Task[Any]) -> bool:

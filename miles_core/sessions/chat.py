@@ -22,7 +22,6 @@ from miles_core.sessions.generation import (
 )
 from miles_core.sessions.messages import Message, MessageError
 from miles_core.sessions.pace import Pace
-from miles_core.sessions.protocol import EndReason
 from miles_core.sessions.session import Match, Place, Session
 from miles_core.sessions.store import SessionStore, disk_failed
 from miles_core.sessions.tree import Turn
@@ -48,11 +47,21 @@ class ChatService:
     async def answer(self, session: Session, request: ChatRequest, call: Call) -> dict[str, Any]:
         """One model call; raises `ApiError`. Calls of one session run beside each other.
 
-        Cancelling it aborts the generation at the engine, and nothing is recorded.
+        Cancelling it aborts the generation at the engine, and nothing is recorded. After a fault of
+        the server's own the session says so, too.
         """
+        try:
+            return await self._answer(session, request, call)
+        except ApiError:
+            raise
+        except Exception:
+            self.store.end(session, "session_failed")
+            raise
+
+    async def _answer(self, session: Session, request: ChatRequest, call: Call) -> dict[str, Any]:
         started = session.next_event()
         if session.lost:
-            self._refuse(session, "session_failed")
+            self.store.end(session, "session_failed")
             raise session_lost()
         session.ignored.update(request.ignored)
         place = await self._place(session, request)
@@ -79,7 +88,7 @@ class ChatService:
         used = sum(turn.question() != question or tree.continued(turn) for turn in tree.kept())
         # This call runs too.
         if used + len(session.calls.running) > limit:
-            self._refuse(session, "turn_limit")
+            self.store.end(session, "turn_limit")
             raise ApiError(400, "turn_limit", f"this session's {limit} model calls are used up")
 
     async def _place(self, session: Session, request: ChatRequest) -> Place:
@@ -118,7 +127,7 @@ class ChatService:
         except ContextRefused as error:
             raise self._context_full(session, place.length) from error
         except EngineFailure as error:
-            self._refuse(session, "engine_failed")
+            self.store.end(session, "engine_failed")
             log.warning("session %s: %s", session.name, error)
             raise ApiError(error.status, "engine_failed", str(error)) from error
 
@@ -164,21 +173,11 @@ class ChatService:
         try:
             turn.experts = journal.append(turn, generation.experts)
         except OSError as error:
-            self._refuse(session, "session_failed")
+            self.store.end(session, "session_failed")
             raise disk_failed(error) from error
         session.expert_bytes = generation.experts_row or session.expert_bytes
         session.tree.add(turn)
-        self._refuse(session, None)
-
-    def _refuse(self, session: Session, reason: EndReason | None) -> None:
-        """Note why a call was refused; None: a call was answered."""
-        if session.end_reason == reason:
-            return
-        session.end_reason = reason
-        try:
-            self.store.journal(session).end(reason)
-        except OSError as error:
-            log.warning("session %s: %s", session.name, error)
+        self.store.end(session, None)
 
     def _logprobs(self, generation: Generation) -> list[dict[str, Any]]:
         """OpenAI's list of tokens with their log-probabilities."""
@@ -192,7 +191,7 @@ class ChatService:
         return out
 
     def _context_full(self, session: Session, prompt_tokens: int) -> ApiError:
-        self._refuse(session, "token_budget")
+        self.store.end(session, "token_budget")
         limit = session.request.max_seq_len
         return ApiError(
             400,

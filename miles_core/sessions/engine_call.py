@@ -22,9 +22,12 @@ from miles_core.sessions.generation import (
     read_generation,
 )
 
-# How often a stream is looked at: engines repeat the whole answer with each event.
+# How often a stream is looked at, and how many events it may have, about: engines repeat the whole
+# answer with each event.
 _LOOK_S = 0.05
-_STREAM_INTERVAL = 4
+_EVENTS = 512
+_CONNECT_S = 5.0
+_ABORT_S = 3.0
 _LONGEST_EVENT = 256 * 2**20
 
 
@@ -47,7 +50,8 @@ class EngineRequest:
             "stream": stream,
         }
         if stream:
-            body["sampling_params"] = {**self.sampling_params, "stream_interval": _STREAM_INTERVAL}
+            interval = max(4, self.sampling_params["max_new_tokens"] // _EVENTS)
+            body["sampling_params"] = {**self.sampling_params, "stream_interval": interval}
         if self.experts is not None:
             first = self.experts.first
             body |= {"return_routed_experts": True, "routed_experts_start_len": first}
@@ -69,7 +73,7 @@ class EngineCaller:
         if self._http is None:
             self._http = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0),
-                timeout=aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=10.0),
+                timeout=aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=_CONNECT_S),
                 read_bufsize=2**20,
                 skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
             )
@@ -93,7 +97,7 @@ class EngineCaller:
         for number, url in enumerate(urls := self.urls_for(request.key), 1):
             try:
                 return await self._generate_at(url, request, on_ids)
-            except aiohttp.ClientConnectorError as error:
+            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 # Nothing was sent: another engine may be asked.
                 if number == len(urls):
                     raise EngineFailure(f"engine {url} cannot be reached: {error}") from error
@@ -139,7 +143,7 @@ class EngineCaller:
 
     async def _abort(self, url: str, rid: str) -> None:
         """Ask the engine to stop `rid`; one that cannot be reached is not waited for."""
-        timeout = aiohttp.ClientTimeout(total=5.0)
+        timeout = aiohttp.ClientTimeout(total=_ABORT_S)
         try:
             async with self._session().post(
                 f"{url}/abort_request", json={"rid": rid}, timeout=timeout

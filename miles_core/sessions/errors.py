@@ -27,7 +27,7 @@ def session_gone() -> ApiError:
 
 
 def session_lost() -> ApiError:
-    """The session's server died while it was open."""
+    """The session's server ends, or died, while the session was open."""
     return ApiError(
-        410, "session_lost", "the session server was restarted: this session can only be read"
+        410, "session_lost", "the session server has ended: this session can only be read"
     )

@@ -15,65 +15,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import uvicorn
-from starlette.applications import Starlette
 
 from miles_core.errors import UserError
-from miles_core.serving import Server, bind, exit_status
+from miles_core.serving import Server, bind, check_ready_file, exit_status
 from miles_core.sessions.app import SessionApp
+from miles_core.sessions.arguments import parse_args
 from miles_core.sessions.chat import ChatService
 from miles_core.sessions.engine_call import EngineCaller
-from miles_core.sessions.families import FAMILIES, ChatFamily, load_family
+from miles_core.sessions.families import ChatFamily, load_family
 from miles_core.sessions.parsers.sglang import Parse, sglang_parser
 from miles_core.sessions.store import Limits, SessionStore
 
 log = logging.getLogger("miles.sessions")
-
-
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m miles_core.sessions.server",
-        description="Serve token-exact chat sessions over rollout engines",
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="address to bind")
-    parser.add_argument("--port", type=int, default=0, help="port; 0: the kernel chooses")
-    parser.add_argument("--ready-file", type=Path, help="written when the server can serve")
-    parser.add_argument("--parent-pid", type=int, help="end when this process is gone")
-    parser.add_argument(
-        "--tokenizer", type=Path, required=True, help="checkpoint directory with tokenizer.json"
-    )
-    parser.add_argument(
-        "--engine-url", action="append", required=True, help="engine or router; repeatable"
-    )
-    parser.add_argument(
-        "--chat-family", default="auto", help=f"chat family: auto, {', '.join(FAMILIES)}"
-    )
-    parser.add_argument(
-        "--parsers",
-        choices=("auto", "sglang", "built-in"),
-        default="auto",
-        help="who reads calls and reasoning; auto: SGLang's own where it is installed",
-    )
-    parser.add_argument(
-        "--engine-timeout", type=float, default=1800.0, help="seconds that a model call may take"
-    )
-    parser.add_argument(
-        "--spill-dir",
-        type=Path,
-        help="folder of the sessions on disk; default: a temporary one",
-    )
-    parser.add_argument(
-        "--spill-after",
-        type=float,
-        default=60.0,
-        help="seconds after which a session that nobody uses leaves memory",
-    )
-    parser.add_argument(
-        "--session-timeout",
-        type=float,
-        default=14400.0,
-        help="seconds after which a session that nobody uses ends",
-    )
-    return parser.parse_args(argv)
 
 
 def _check_exposure(host: str, token: str | None) -> None:
@@ -91,6 +44,8 @@ def _check_exposure(host: str, token: str | None) -> None:
 def serve(args: argparse.Namespace) -> None:
     token = os.environ.get("MILES_SESSION_TOKEN") or None
     _check_exposure(args.host, token)
+    if args.ready_file is not None:
+        check_ready_file(args.ready_file)
     sock = bind(args.host, args.port)
     family = load_family(args.tokenizer, args.chat_family)
     log.info("chat family %s, stop tokens %s", family.name, family.stop_token_ids)
@@ -98,7 +53,7 @@ def serve(args: argparse.Namespace) -> None:
         store = SessionStore(directory, Limits(args.spill_after, args.session_timeout))
         engine = EngineCaller(args.engine_url, args.engine_timeout)
         chat = ChatService(family, _parser(family, args.parsers), engine, store)
-        _run(args, SessionApp(chat, token).starlette(), sock)
+        _run(args, SessionApp(chat, token), sock)
 
 
 def _parser(family: ChatFamily, wanted: str) -> Parse:
@@ -122,26 +77,42 @@ def _spill_dir(given: Path | None) -> Iterator[Path]:
         return
     try:
         given.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryFile(dir=given) as probe:
+            probe.write(b"x" * 4096)
     except OSError as error:
-        raise UserError(f"--spill-dir {given}: {error.strerror or error}") from error
+        raise UserError(
+            f"--spill-dir {given}: {error.strerror or error}", "Name a folder that can be written."
+        ) from error
     yield given
 
 
-def _run(args: argparse.Namespace, app: Starlette, sock: socket.socket) -> None:
+class SessionServer(Server):
+    """A server whose running calls end with a typed error when it is told to end."""
+
+    def __init__(self, app: SessionApp, config: uvicorn.Config, args: argparse.Namespace) -> None:
+        super().__init__(config, args.ready_file, args.parent_pid)
+        self._app = app
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await self._app.shut_down()
+        await super().shutdown(sockets)
+
+
+def _run(args: argparse.Namespace, app: SessionApp, sock: socket.socket) -> None:
     # What exists by now lives as long as the process: looking through it for garbage would hold up
     # every request for tens of milliseconds. What a turn leaves behind is hardly ever garbage.
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
     config = uvicorn.Config(
-        app,
+        app.starlette(),
         # Paths hold the secrets of sessions, so requests are not logged.
         access_log=False,
         log_level="warning",
         timeout_graceful_shutdown=5,
         timeout_keep_alive=75,
     )
-    Server(config, args.ready_file, args.parent_pid).run(sockets=[sock])
+    SessionServer(app, config, args).run(sockets=[sock])
 
 
 def main(argv: list[str] | None = None) -> int:

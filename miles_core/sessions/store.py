@@ -11,7 +11,7 @@ from pathlib import Path
 
 from miles_core.sessions.errors import ApiError, session_gone
 from miles_core.sessions.journal import SUFFIX, Journal
-from miles_core.sessions.protocol import SessionRequest
+from miles_core.sessions.protocol import EndReason, SessionRequest
 from miles_core.sessions.session import Session, session_key
 from miles_core.sessions.tree import Tree
 
@@ -64,6 +64,12 @@ class SessionStore:
         self._sessions[session.key] = session
         return session
 
+    def check(self, session_id: str) -> None:
+        """Raise `ApiError` when there is no such session."""
+        key = session_key(session_id)
+        if key not in self._sessions and key not in self._lost:
+            raise session_gone()
+
     async def get(self, session_id: str) -> Session:
         """The session with its tree in memory. Raises `ApiError` when there is none."""
         key = session_key(session_id)
@@ -93,6 +99,16 @@ class SessionStore:
         if session.loaded is None:
             session.loaded = tree
 
+    def end(self, session: Session, reason: EndReason | None) -> None:
+        """Note why a call of a session was refused; None: a call was answered."""
+        if session.end_reason == reason:
+            return
+        session.end_reason = reason
+        try:
+            self.journal(session).end(reason)
+        except OSError as error:
+            log.warning("session %s: %s", session.name, error)
+
     def unseen(self, session: Session, rid: str) -> None:
         """Note that nobody was there to have the answer of a call."""
         turns = [] if session.loaded is None else session.loaded.turns
@@ -109,7 +125,7 @@ class SessionStore:
         """End a session and what runs in it, and forget it."""
         session.closed = True
         self._sessions.pop(session.key, None)
-        await session.calls.cancel()
+        await session.calls.cancel(session_gone())
         self.journal(session).remove()
 
     async def tidy(self) -> None:
