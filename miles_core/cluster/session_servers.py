@@ -64,7 +64,11 @@ class SessionServers:
         argv += ["--session-timeout", f"{timeout_s:g}"]
         for url in engine_urls:
             argv += ["--engine-url", url]
-        env = {"MILES_SESSION_TOKEN": self._token, "OMP_NUM_THREADS": "1"}
+        env = {
+            "MILES_SESSION_TOKEN": self._token,
+            "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         return Service(f"session-server-{index}", argv, self._directory, env)
 
     async def wait(self, timeout_s: float) -> list[str]:

@@ -54,11 +54,13 @@ class ChatTokenizer:
 
         Halves of surrogate pairs, which no tokenizer knows, become U+FFFD.
         """
-        return self._tokenizer.encode(clean_text(text), add_special_tokens=False).ids
+        # Of the library's functions only those for batches let other threads run meanwhile.
+        batch = self._tokenizer.encode_batch_fast([clean_text(text)], add_special_tokens=False)
+        return batch[0].ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, special tokens included; bytes that are no UTF-8 become U+FFFD."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        return self._tokenizer.decode_batch([list(ids)], skip_special_tokens=False)[0]
 
     def id_of(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)

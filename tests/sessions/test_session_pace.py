@@ -8,12 +8,17 @@ import time
 from miles_core.sessions.pace import Pace
 
 
+def busy() -> None:
+    """Three milliseconds in which nothing else can run."""
+    time.sleep(0.003)
+
+
 async def test_others_get_their_turn_between_pieces() -> None:
     pace, order = Pace(), []
 
     async def work(number: int) -> None:
         async with pace.piece():
-            time.sleep(0.003)  # CPU time of the loop, not a wait
+            busy()
             order.append(number)
 
     async def check() -> None:
@@ -33,7 +38,7 @@ async def test_a_failing_piece_counts_and_stops_nobody() -> None:
 
     async def work(number: int) -> None:
         async with pace.piece():
-            time.sleep(0.003)
+            busy()
             if number % 2:
                 raise ValueError(number)
             done.append(number)
