@@ -106,7 +106,7 @@ class Conversation:
                 history.append({"role": "assistant", "content": corpus.answer})
 
     def match(self) -> Match:
-        request = parse_request(read_json(self.body))
+        request = parse_request(read_json(self.body), len(self.body))
         return self.session.match(request.messages, request.tools)
 
     def generation(self) -> Generation:
@@ -136,7 +136,7 @@ class Conversation:
 def part_costs(talk: Conversation, repeats: int) -> dict[str, float]:
     """Milliseconds of CPU of each part of the next turn."""
     family = talk.family
-    request = parse_request(read_json(talk.body))
+    request = parse_request(read_json(talk.body), len(talk.body))
     match = talk.match()
     place = match.render(family)
     suffix = family.tokenizer.decode(place.prompt_ids.tolist())
@@ -153,7 +153,7 @@ def part_costs(talk: Conversation, repeats: int) -> dict[str, float]:
         orjson.dumps(completion(request, turn.rid, turn.answer, "stop", used, None))
 
     steps: dict[str, Callable[[], Any]] = {
-        "parse": lambda: parse_request(read_json(talk.body)),
+        "parse": lambda: parse_request(read_json(talk.body), len(talk.body)),
         "match": talk.match,
         "render": lambda: match.render(family),
         "tokenise": lambda: family.tokenizer.encode(suffix),

@@ -15,5 +15,5 @@ echo "== tests in .venv"
 .venv/bin/python -m pytest -m "$trainer"
 echo "== tests in .venv-agent"
 .venv-agent/bin/python -m pytest -m "$agent" \
-    tests/agent_server tests/modelinit/test_modelinit_agent.py tests/sessions
+    tests/agent_server tests/modelinit/test_modelinit_agent.py tests/sessions/test_session_clients_*.py
 echo "All checks passed: lint, tests in .venv, tests in .venv-agent."

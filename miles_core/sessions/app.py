@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from miles_core.sessions.chat import ChatService
-from miles_core.sessions.chat_request import parse_request
+from miles_core.sessions.chat_request import ChatRequest, parse_request
 from miles_core.sessions.errors import ApiError, session_lost
 from miles_core.sessions.json_body import read_json
 from miles_core.sessions.protocol import SessionCreated, SessionRequest
@@ -28,7 +28,8 @@ from miles_core.sessions.samples import Snapshot, cut_samples
 
 log = logging.getLogger("miles.sessions")
 
-MAX_BODY = 64 * 2**20
+MAX_BODY = 16 * 2**20
+_LONG_BODY = 2**20
 _TIDY_S = 1.0
 
 
@@ -133,8 +134,7 @@ class SessionApp:
         if self._ending:
             raise session_lost()
         try:
-            async with self.chat.pace.piece():
-                chat = parse_request(read_json(content))
+            chat = await self._read(content)
         except ValueError as error:
             raise ApiError(400, "invalid_value", f"the body is no JSON: {error}") from error
         # From here to the start of the call nothing is waited for: it keeps the session in memory.
@@ -146,6 +146,14 @@ class SessionApp:
             lambda call: self.chat.answer(session, chat, call),
         )
         return CallResponse(chat, call, lambda: self.store.unseen(session, call.rid))
+
+    async def _read(self, content: bytes) -> ChatRequest:
+        """A chat request; a long one is read in a thread. Raises `ApiError`, ValueError."""
+        if len(content) > _LONG_BODY:
+            body = await asyncio.to_thread(read_json, content)
+            return parse_request(body, len(content))
+        async with self.chat.pace.piece():
+            return parse_request(read_json(content), len(content))
 
     async def samples(self, request: Request) -> Response:
         self._authorise(request)

@@ -24,6 +24,7 @@ from miles_core.sessions.messages import Message, MessageError
 from miles_core.sessions.pace import Pace
 from miles_core.sessions.session import Match, Place, Session
 from miles_core.sessions.store import SessionStore, disk_failed
+from miles_core.sessions.tokens import TooManyTokens
 from miles_core.sessions.tree import Turn
 
 log = logging.getLogger("miles.sessions")
@@ -63,7 +64,7 @@ class ChatService:
         if session.lost:
             self.store.end(session, "session_failed")
             raise session_lost()
-        session.ignored.update(request.ignored)
+        session.note_ignored(request.ignored)
         place = await self._place(session, request)
         self._check_turns(session, place)
         generation = await self._generate(session, request, place, call)
@@ -93,12 +94,16 @@ class ChatService:
 
     async def _place(self, session: Session, request: ChatRequest) -> Place:
         """Where the request belongs, and the ids that are new."""
+        limit = session.request.max_seq_len
         try:
             async with self.pace.piece():
                 match = session.match(request.messages, request.tools)
-                if _length(match) <= _SHORT:
-                    return match.render(self.family)
-            return await asyncio.to_thread(match.render, self.family)
+                if _length(match, request) <= _SHORT:
+                    return match.render(self.family, limit)
+            return await asyncio.to_thread(match.render, self.family, limit)
+        except TooManyTokens as error:
+            taken = 0 if match.parent is None else match.parent.length
+            raise self._context_full(session, f"more than {taken + error.count}") from error
         except (MessageError, RecursionError) as error:
             text = str(error) if isinstance(error, MessageError) else "nested too deep"
             raise ApiError(400, "invalid_value", text, "messages") from error
@@ -109,7 +114,7 @@ class ChatService:
         wanted = session.request
         remaining = wanted.max_seq_len - place.length
         if remaining < 1:
-            raise self._context_full(session, place.length)
+            raise self._context_full(session, str(place.length))
         stops = self.family.stop_token_ids
         params = engine_sampling(request, wanted.sampling_params, remaining, stops)
         experts = None
@@ -125,7 +130,7 @@ class ChatService:
         try:
             return await self.engine.generate(asked, show if call.wants_progress else None)
         except ContextRefused as error:
-            raise self._context_full(session, place.length) from error
+            raise self._context_full(session, str(place.length)) from error
         except EngineFailure as error:
             self.store.end(session, "engine_failed")
             log.warning("session %s: %s", session.name, error)
@@ -190,7 +195,7 @@ class ChatService:
             out.append({**entry, "top_logprobs": []})
         return out
 
-    def _context_full(self, session: Session, prompt_tokens: int) -> ApiError:
+    def _context_full(self, session: Session, prompt_tokens: str) -> ApiError:
         self.store.end(session, "token_budget")
         limit = session.request.max_seq_len
         return ApiError(
@@ -202,8 +207,14 @@ class ChatService:
         )
 
 
-def _length(match: Match) -> int:
-    return sum(len(message.content) for message in match.new)
+def _length(match: Match, request: ChatRequest) -> int:
+    """About how much text there is to render, in characters; too many messages count as text."""
+    if match.parent is None:
+        return request.size
+    calls = sum(len(message.tool_calls) for message in match.new)
+    if calls:
+        return request.size
+    return sum(len(m.content) + len(m.reasoning_content) + 64 for m in match.new)
 
 
 def _cut(text: str, stops: tuple[str, ...]) -> str:

@@ -14,6 +14,8 @@ _HONOURED = {"messages", "tools", "model", "n", "stop", "max_tokens", "max_compl
 _HARMLESS = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
              "prompt_cache_retention", "parallel_tool_calls", "top_logprobs"}  # fmt: skip
 _MOST_STOPS = 16
+_MOST_MESSAGES = 20_000
+_MOST_TOOLS = 2_000
 _MOST_TOKENS = 2**31 - 1
 
 
@@ -22,7 +24,7 @@ class ChatRequest:
     """The parts of a chat request that a session honours.
 
     `messages` are as they came: what repeats recorded ones is not read again. `ignored` names the
-    fields that ask for what no session can do.
+    fields that ask for what no session can do. `size` counts the bytes of the whole body.
     """
 
     model: str
@@ -36,18 +38,27 @@ class ChatRequest:
     stream: bool
     include_usage: bool
     ignored: tuple[str, ...]
+    size: int
 
 
-def parse_request(body: Any) -> ChatRequest:
+def parse_request(body: Any, size: int) -> ChatRequest:
     """Read a request body; raises `ApiError` for what cannot be understood."""
     if not isinstance(body, dict):
         raise ApiError(400, "invalid_value", "the body must be a JSON object")
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise ApiError(400, "invalid_value", "messages must be a non-empty list", "messages")
+    if len(messages) > _MOST_MESSAGES:
+        text = (
+            f"{len(messages)} messages are more than the {_MOST_MESSAGES} that a request may have"
+        )
+        raise ApiError(400, "invalid_value", text, "messages")
     tools = body.get("tools") or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ApiError(400, "invalid_value", "tools must be a list of objects", "tools")
+    if len(tools) > _MOST_TOOLS:
+        text = f"{len(tools)} tools are more than the {_MOST_TOOLS} that a request may have"
+        raise ApiError(400, "invalid_value", text, "tools")
     if body.get("n") not in (None, 1):
         raise ApiError(400, "unsupported_value", "a session samples one answer (n=1)", "n")
     choice = body.get("tool_choice")
@@ -71,6 +82,7 @@ def parse_request(body: Any) -> ChatRequest:
         stream=bool(body.get("stream")),
         include_usage=isinstance(options, dict) and bool(options.get("include_usage")),
         ignored=tuple(ignored),
+        size=size,
     )
 
 

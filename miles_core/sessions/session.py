@@ -18,6 +18,8 @@ from miles_core.sessions.messages import Message, parse_message
 from miles_core.sessions.protocol import EndReason, SessionRequest
 from miles_core.sessions.tree import Question, Tree, Turn, question
 
+_MOST_IGNORED = 32
+
 
 def session_key(session_id: str) -> str:
     """What a session is called wherever its secret must not stand: files, logs, engines."""
@@ -89,6 +91,12 @@ class Session:
         self.events += 1
         return self.events
 
+    def note_ignored(self, names: Sequence[str]) -> None:
+        """Remember fields that ask for what no session can do; not without end."""
+        for name in names:
+            if len(self.ignored) < _MOST_IGNORED:
+                self.ignored.add(name)
+
     def match(self, messages: list[Any], tools: list[dict[str, Any]]) -> Match:
         """Find what `messages` repeat and read the rest. Raises `MessageError`."""
         key = tools_key(tools)
@@ -109,8 +117,10 @@ class Match:
     new: tuple[Message, ...]
     tools: list[dict[str, Any]]
 
-    def render(self, family: ChatFamily) -> Place:
+    def render(self, family: ChatFamily, limit: int | None = None) -> Place:
         """The ids that are new. Raises `MessageError`. Safe in any thread.
+
+        Raises `TooManyTokens` when they are certainly more than `limit` together with the past.
 
         When the checkpoint's own template rewrites the past, the conversation starts anew at a
         root: the model is shown exactly what its template says, as a sample of its own.
@@ -120,13 +130,14 @@ class Match:
             previous: Sequence[Message] = [self.parent.answer]
             if not family.notation.local:
                 previous = self.parent.messages()
-            output_ids = self.parent.output_ids
+            output_ids = self.parent.output_ids.tolist()
+            left = None if limit is None else limit - self.parent.length
             try:
-                ids = family.continue_turn(previous, output_ids.tolist(), self.new, self.tools)
+                ids = family.continue_turn(previous, output_ids, self.new, self.tools, left)
                 return Place(self.parent, self.tools_key, self.new, np.array(ids, np.int32))
             except NotAppendOnly:
                 whole = (*self.parent.messages(), *self.new)
-        ids = family.render_prompt(whole, self.tools)
+        ids = family.render_prompt(whole, self.tools, limit=limit)
         return Place(None, self.tools_key, whole, np.array(ids, np.int32))
 
 

@@ -12,6 +12,19 @@ from tokenizers import Tokenizer
 from miles_core.errors import UserError
 from miles_core.sessions.messages import clean_text
 
+# Characters: what is longer is counted piece by piece where its length is limited.
+_LONG_TEXT = 256 * 2**10
+_PIECE = 64 * 2**10
+_PIECE_SLACK = 64
+
+
+class TooManyTokens(Exception):
+    """A text has more ids than allowed: at least `count`."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(f"more than {count} tokens")
+        self.count = count
+
 
 class ChatTokenizer:
     """Encodes and decodes text with its special tokens; safe to use from several threads.
@@ -49,14 +62,25 @@ class ChatTokenizer:
             raise UserError(f"{path} is no JSON object", "Give the checkpoint's own file.")
         return value
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, limit: int | None = None) -> list[int]:
         """Ids of `text`; special tokens in it become their ids and none is added.
 
-        Halves of surrogate pairs, which no tokenizer knows, become U+FFFD.
+        Halves of surrogate pairs, which no tokenizer knows, become U+FFFD. Raises `TooManyTokens`
+        for a long text that has more than `limit` ids, before it has been tokenised whole.
         """
+        if limit is not None and len(text) > _LONG_TEXT:
+            self._check_length(text, limit)
         # Of the library's functions only those for batches let other threads run meanwhile.
         batch = self._tokenizer.encode_batch_fast([clean_text(text)], add_special_tokens=False)
         return batch[0].ids
+
+    def _check_length(self, text: str, limit: int) -> None:
+        count = 0
+        for at in range(0, len(text), _PIECE):
+            # A token that a cut goes through may become some more.
+            count += max(0, len(self.encode(text[at : at + _PIECE])) - _PIECE_SLACK)
+            if count > limit:
+                raise TooManyTokens(count)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, special tokens included; bytes that are no UTF-8 become U+FFFD."""
@@ -77,11 +101,6 @@ class ChatTokenizer:
         """Whether an id is a token of its own, which no other text can merge with."""
         return token_id in self._tokenizer.get_added_tokens_decoder()
 
-    def is_special(self, token_id: int) -> bool:
-        """Whether an id is a token of its own that stands for no text."""
-        token = self._tokenizer.get_added_tokens_decoder().get(token_id)
-        return token is not None and token.special
-
     def special_token(self, name: str) -> str | None:
         """The text of e.g. `eos_token`, which a configuration spells as a string or an object."""
         value = self.config.get(name)
@@ -89,13 +108,19 @@ class ChatTokenizer:
             value = value.get("content")
         return value if isinstance(value, str) else None
 
-    def chat_template(self) -> str | None:
-        """The checkpoint's own chat template."""
-        path = self.directory / "chat_template.jinja"
-        if path.is_file():
-            return path.read_text("utf-8")
+    def chat_templates(self) -> dict[str, str]:
+        """The checkpoint's own chat templates by name; one without a name is `default`.
+
+        Files take the place of what `tokenizer_config.json` says, as in Hugging Face's libraries.
+        """
+        more = sorted((self.directory / "additional_chat_templates").glob("*.jinja"))
+        files = {"default": self.directory / "chat_template.jinja", **{p.stem: p for p in more}}
+        found = {name: path.read_text("utf-8") for name, path in files.items() if path.is_file()}
+        if found:
+            return found
         value = self.config.get("chat_template")
+        if isinstance(value, str):
+            return {"default": value}
         if isinstance(value, list):
-            named = {entry["name"]: entry["template"] for entry in value}
-            value = named.get("default")
-        return value if isinstance(value, str) else None
+            return {entry["name"]: entry["template"] for entry in value}
+        return dict(value) if isinstance(value, dict) else {}

@@ -129,3 +129,38 @@ def test_half_characters_of_a_client_are_read(
     response = http.post(f"{agent.url}/v1/chat/completions", content=body)
     assert response.status_code == 200, response.text
     assert "a\ufffdb" in family.tokenizer.decode(engine.requests[-1]["input_ids"])
+
+
+def test_what_cannot_fit_is_refused_before_it_is_tokenised_whole(
+    server_url: str, http: httpx.Client, engine: ScriptedEngine, family: ChatFamily
+) -> None:
+    agent = Agent(server_url, http, max_seq_len=200_000)
+    engine.script = [family.render_output(CALL), family.render_output(DONE)]
+    first = agent.message([USER], tools=[BASH])
+    huge = {"role": "tool", "content": "all work and no play ☃ " * 200_000}
+    refused = agent.ask([USER, first, huge], tools=[BASH])
+    assert refused.status_code == 400
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+    assert "more than" in refused.json()["error"]["message"]
+    assert agent.samples()["end_reason"] == "token_budget"
+    # What fits is taken whole, long as it is.
+    long = {"role": "tool", "content": "☃ work " * 20_000 + "<|im_start|>" * 3}
+    assert agent.ask([USER, first, long], tools=[BASH]).status_code == 200
+    samples = agent.samples()
+    check_exact(samples, engine)
+    (sample,) = samples["samples"]
+    assert long["content"] in family.tokenizer.decode(sample["tokens"])
+
+
+def test_a_request_has_its_bounds(server_url: str, http: httpx.Client) -> None:
+    agent = Agent(server_url, http)
+    many = agent.ask([USER] * 20_001)
+    assert many.status_code == 400 and many.json()["error"]["param"] == "messages"
+    tools = agent.ask([USER], tools=[{}] * 2_001)
+    assert tools.status_code == 400 and tools.json()["error"]["param"] == "tools"
+    body = b'{"messages": "' + b"x" * (16 * 2**20) + b'"}'
+    large = http.post(f"{agent.url}/v1/chat/completions", content=body)
+    assert large.status_code == 413 and large.json()["error"]["code"] == "request_too_large"
+    refused = agent.ask([{"role": "bard"}], **{f"field{n}": 1 for n in range(100)})
+    assert refused.status_code == 400
+    assert len(agent.samples()["ignored_fields"]) <= 32

@@ -43,15 +43,20 @@ class ChatFamily:
     ) -> str:  # fmt: skip
         """The text of a whole conversation."""
         plain = parse_messages(list(messages))
-        text = self.notation.conversation(plain, tools or ())
-        return text + self.notation.generation_prompt(plain[-1]) if add_generation_prompt else text
+        if add_generation_prompt:
+            return self.notation.prompt(plain, tools or ())
+        return self.notation.conversation(plain, tools or ())
 
     def render_prompt(
         self, messages: Sequence[Any], tools: ToolList | None = None,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool = True, limit: int | None = None,
     ) -> list[int]:  # fmt: skip
-        """The ids of a whole conversation, ready for an answer of the assistant."""
-        return self.tokenizer.encode(self.render_text(messages, tools, add_generation_prompt))
+        """The ids of a whole conversation, ready for an answer of the assistant.
+
+        Raises `TooManyTokens` for a long one with more than `limit` ids.
+        """
+        text = self.render_text(messages, tools, add_generation_prompt)
+        return self.tokenizer.encode(text, limit)
 
     def continue_turn(
         self,
@@ -59,19 +64,22 @@ class ChatFamily:
         output_ids: Sequence[int],
         new: Sequence[Any],
         tools: ToolList | None = None,
+        limit: int | None = None,
     ) -> list[int]:
         """The ids that follow an answer which was sampled as `output_ids`.
 
         They are the answer's end where it was cut off, what stands between turns, the messages
         `new`, and the generation prompt. `previous` are the messages up to that answer, which is
-        the last of them. The cost does not depend on their number where `notation.local`.
+        the last of them. The cost does not depend on their number where `notation.local`. Raises
+        `TooManyTokens` for a long text with more than `limit` ids.
         """
         if self.notation.local:
             previous = previous[-1:]
         before = [parse_message(item, "previous message") for item in previous]
         added = [parse_message(item, f"new message {i}") for i, item in enumerate(new)]
         stop = self.stop_of(output_ids)
-        return self.tokenizer.encode(self.notation.continuation(before, stop, added, tools or ()))
+        text = self.notation.continuation(before, stop, added, tools or ())
+        return self.tokenizer.encode(text, limit)
 
     def stop_of(self, output_ids: Sequence[int]) -> str | None:
         """The stop token of the notation that sampled ids end with, if they do."""
