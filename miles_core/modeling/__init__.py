@@ -14,5 +14,10 @@ for _text in ("Transformer Engine and Apex", "Apex is not installed", "full scop
     warnings.filterwarnings("ignore", message=_text)
 for _text in ("`load_state_dict` is deprecated", "Please use DTensor"):
     warnings.filterwarnings("ignore", message=_text, category=FutureWarning)
+for _text in (
+    "(?s).*transformer_engine.*is deprecated",
+    "The following imports from `dynamic_cont",
+):
+    warnings.filterwarnings("ignore", message=_text, category=DeprecationWarning)
 
 ON_CPU = install()

@@ -23,3 +23,10 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class LatentNorm(RMSNorm):
+    """The norm of a latent in multi-head latent attention: eps is 1e-6 whatever the model's is."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, **_: Any) -> None:
+        super().__init__(config, hidden_size, 1e-6)

@@ -15,6 +15,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.transformer.module import Float16Module
 
 from miles_core.modeling.gpt import PolicyModel
@@ -57,7 +58,7 @@ class Optimizer:
             params_dtype=model.config.params_dtype,
             use_distributed_optimizer=True,
         )
-        self._inner: DistributedOptimizer = get_megatron_optimizer(config, [self.wrapped])
+        self._inner: ChainedOptimizer = get_megatron_optimizer(config, [self.wrapped])
         self.steps = 0
         self._create_state()
 
@@ -67,14 +68,15 @@ class Optimizer:
         megatron reads the step before the first update would create it, and gives all parameters
         one shared tensor after a load, which then advances once per parameter.
         """
-        adam = self._inner.optimizer
-        for group in adam.param_groups:
-            for param in group["params"]:
-                adam.state[param] = {
-                    "step": torch.tensor(0.0),
-                    "exp_avg": torch.zeros_like(param),
-                    "exp_avg_sq": torch.zeros_like(param),
-                }
+        for part in self._inner.chained_optimizers:
+            adam = part.optimizer
+            for group in adam.param_groups:
+                for param in group["params"]:
+                    adam.state[param] = {
+                        "step": torch.tensor(0.0),
+                        "exp_avg": torch.zeros_like(param),
+                        "exp_avg_sq": torch.zeros_like(param),
+                    }
 
     def lr(self) -> float:
         """Learning rate of the next update."""
@@ -104,7 +106,7 @@ class Optimizer:
 
     def step(self) -> None:
         """Clip and apply the reduced gradients."""
-        for group in self._inner.optimizer.param_groups:
+        for group in self._inner.param_groups:
             group["lr"] = self.lr()
             group["weight_decay"] = self._settings.weight_decay * group.get("wd_mult", 1.0)
         applied, _, _ = self._inner.step()
@@ -127,8 +129,9 @@ class Optimizer:
     def load_state(self, state: dict[str, Any], steps: int) -> None:
         """Load what `sharded_state` saved."""
         self._inner.load_state_dict(state)
-        for entry in self._inner.optimizer.state.values():
-            entry["step"] = entry["step"].clone()
+        for part in self._inner.chained_optimizers:
+            for entry in part.optimizer.state.values():
+                entry["step"] = entry["step"].clone()
         self.steps = steps
 
 

@@ -16,7 +16,7 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 @dataclass(frozen=True)
 class Layout:
-    """Where this rank stands: data-parallel and tensor-parallel rank and size."""
+    """Where this rank stands. `lead`: the first of the ranks that work on the same samples."""
 
     rank: int
     world_size: int
@@ -24,17 +24,30 @@ class Layout:
     dp_size: int
     tp_rank: int
     tp_size: int
+    lead: bool
 
 
 def start(
-    rank: int, world_size: int, master_addr: str, master_port: int, tp_size: int, seed: int
+    rank: int,
+    world_size: int,
+    master_addr: str,
+    master_port: int,
+    tp_size: int,
+    seed: int,
+    pp_size: int = 1,
+    cp_size: int = 1,
+    ep_size: int = 1,
 ) -> Layout:
     """Join the ranks (gloo on CPU, nccl on GPU) and seed the weights' generator alike on all.
 
+    Sizes of tensor, pipeline, context and expert parallelism; what remains is data parallelism.
     A single rank needs no address and opens no port.
     """
-    if world_size % tp_size:
-        raise ValueError(f"{world_size} ranks are not a multiple of tensor parallel size {tp_size}")
+    if world_size % (tp_size * pp_size * cp_size):
+        raise ValueError(
+            f"{world_size} ranks are not a multiple of tensor parallel size {tp_size} x pipeline "
+            f"parallel size {pp_size} x context parallel size {cp_size}"
+        )
     backend = "gloo" if ON_CPU else "nccl"
     if not ON_CPU:
         torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -47,7 +60,14 @@ def start(
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
     )
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp_size)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp_size,
+        pipeline_model_parallel_size=pp_size,
+        context_parallel_size=cp_size,
+        expert_model_parallel_size=ep_size,
+        # experts are cut like everything else, unless they are spread over ranks whole
+        expert_tensor_parallel_size=tp_size if ep_size == 1 else 1,
+    )
     torch.manual_seed(seed)
     if not ON_CPU:
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -58,6 +78,8 @@ def start(
         dp_size=parallel_state.get_data_parallel_world_size(),
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         tp_size=tp_size,
+        lead=parallel_state.get_model_parallel_group().rank() == 0
+        and parallel_state.get_context_parallel_rank() == 0,
     )
 
 
@@ -76,6 +98,11 @@ def device() -> torch.device:
 def tp_group() -> dist.ProcessGroup:
     """The tensor-parallel group."""
     return parallel_state.get_tensor_model_parallel_group()
+
+
+def expert_tp_group() -> dist.ProcessGroup:
+    """The group over which routed experts are cut."""
+    return parallel_state.get_expert_tensor_parallel_group()
 
 
 def dp_group() -> dist.ProcessGroup:

@@ -68,9 +68,9 @@ def test_a_changed_source_or_a_damaged_result_is_converted_again(
 def test_a_conversion_that_computes_something_else_leaves_nothing(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from miles_core.modeling import hf_weights
+    from miles_core.modeling import mapping
 
-    monkeypatch.setattr(hf_weights, "_join_qkv", lambda q, k, v, spec: torch.cat([k, q, v]))
+    monkeypatch.setattr(mapping, "_join_qkv", lambda q, k, v, spec: torch.cat([k, q, v]))
     with pytest.raises(convert.ConversionError, match="differ"):
         convert.convert_to_torch_dist(source, tmp_path / "out")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]

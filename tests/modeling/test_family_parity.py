@@ -1,0 +1,124 @@
+"""Families with experts against transformers: logits, every gradient, export, the sharded file."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family_models import MODELS, VOCAB, make_moe
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from miles_core.modeling import dist_state, parallel
+from miles_core.modeling.gpt import build_model
+from miles_core.modeling.hf_config import UnsupportedModel, read_spec
+from miles_core.modeling.hf_weights import HFReader, load_hf, own_tensors, to_hf
+
+SIZES = [9, 1, 20, 14]
+
+
+@pytest.fixture(autouse=True)
+def groups() -> Iterator[None]:
+    parallel.start(0, 1, "127.0.0.1", 0, 1, seed=1)
+    yield
+    parallel.stop()
+
+
+def loaded(path: Path) -> Any:
+    spec = read_spec(path)
+    model = build_model(spec, 1, torch.float32)
+    load_hf(model, spec, HFReader(path))
+    return model
+
+
+@pytest.mark.parametrize("kind", list(MODELS))
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_gradients_and_export(kind: str, tied: bool, tmp_path: Path) -> None:
+    path = make_moe(tmp_path / "hf", kind, tied)
+    model = loaded(path)
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    texts = [torch.randint(0, VOCAB, (n,)) for n in SIZES]
+    packed = model.packed_logits(torch.cat(texts), SIZES)
+    alone = torch.cat([reference(t[None]).logits[0] for t in texts])
+    scale = alone.abs().max().item()
+    assert (packed - alone).abs().max().item() <= 1e-4 * scale
+    dense = model(texts[2][None], torch.arange(20)[None], None)[0]
+    assert (dense - packed[10:30]).abs().max().item() <= 1e-5 * scale
+
+    exported, source = to_hf(model, read_spec(path)), load_file(path / "model.safetensors")
+    assert set(exported) == set(source)
+    assert all(torch.equal(exported[name], source[name]) for name in source)
+
+    direction = torch.randn_like(packed)
+    (packed * direction).sum().backward()
+    (alone * direction).sum().backward()
+    compare_gradients(model, reference, path)
+
+
+def compare_gradients(model: Any, reference: Any, path: Path) -> None:
+    """Both gradients in transformers' own checkpoint layout, every tensor of it."""
+    with torch.no_grad():
+        for param in reference.parameters():
+            param.copy_(torch.zeros_like(param) if param.grad is None else param.grad)
+        for buffer in reference.buffers():
+            buffer.zero_()
+        for param in model.parameters():
+            param.copy_(torch.zeros_like(param) if param.grad is None else param.grad)
+    reference.save_pretrained(path.parent / "gradients")
+    want = load_file(path.parent / "gradients" / "model.safetensors")
+    got = to_hf(model, read_spec(path))
+    assert set(got) == set(want)
+    for name, value in want.items():
+        if "correction_bias" not in name:
+            largest = value.abs().max().item()
+            assert largest > 0 or "experts" in name, name
+            assert (got[name] - value).abs().max().item() <= 1e-3 * largest + 1e-7, name
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe", "glm4_moe_lite"])
+def test_the_sharded_file_gives_the_model_back(kind: str, tmp_path: Path) -> None:
+    model = loaded(make_moe(tmp_path / "hf", kind))
+    before = {name: value.detach().clone() for name, value in own_tensors(model).items()}
+    (tmp_path / "saved").mkdir()
+    dist_state.save(tmp_path / "saved", model)
+    with torch.no_grad():
+        for value in own_tensors(model).values():
+            value.zero_()
+    dist_state.load(tmp_path / "saved", model)
+    after = own_tensors(model)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert any(name.endswith("expert_bias") for name in after) == ("glm" in kind)
+
+
+def test_a_tensor_of_another_shape_or_none_is_named(tmp_path: Path) -> None:
+    path = make_moe(tmp_path / "hf", "glm4_moe")
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.1.mlp.experts.2.down_proj.weight"
+    save_file({**tensors, name: tensors[name][:, 1:].contiguous()}, file)
+    with pytest.raises(ValueError, match=r"local_experts\.2\.linear_fc2"):
+        loaded(path)
+    del tensors[name]
+    save_file(tensors, file)
+    with pytest.raises(KeyError, match="down_proj"):
+        loaded(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("glm4_moe", {"n_group": 2}, "n_group"),
+        ("glm4_moe", {"norm_topk_prob": False}, "normalised"),
+        ("glm4_moe_lite", {"rope_interleave": False}, "rope_interleave"),
+        ("qwen3_moe", {"attention_bias": True}, "attention_bias"),
+    ],
+)
+def test_what_would_compute_something_else_is_refused(
+    kind: str, change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = make_moe(tmp_path / "hf", kind) / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(UnsupportedModel, match=message):
+        read_spec(path.parent)
