@@ -94,10 +94,12 @@ def print_report(report: Report) -> None:
     for check in report.checks:
         for line in _lines(check):
             print(line)
-    held = sum(check.ok for check in report.checks)
+    ran = [check for check in report.checks if check.ran]
+    held, left = sum(check.ok for check in ran), len(report.checks) - len(ran)
+    idle = f", {left} had nothing to check" if left else ""
     print(
         f"{report.conversations} conversations of seed {report.seed} in "
-        f"{duration(report.seconds)}: {held} of {len(report.checks)} checks hold"
+        f"{duration(report.seconds)}: {held} of {len(ran)} checks hold{idle}"
     )
 
 

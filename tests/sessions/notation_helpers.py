@@ -158,7 +158,7 @@ def walk(notation: Notation, messages: Sequence[Message], tools: Any) -> list[st
     answers = [i for i, message in enumerate(messages) if message.role == "assistant"]
     first = answers[0] if answers else len(messages)
     opening = messages[:first]
-    pieces = [notation.conversation(opening, tools) + notation.generation_prompt(opening[-1])]
+    pieces = [notation.prompt(opening, tools)]
     for at, after in zip(answers, [*answers[1:], len(messages)], strict=False):
         answer = notation.answer(messages[at])
         pieces.append(answer)

@@ -9,11 +9,13 @@ import pytest
 from session_helpers import BASH, make_tokenizer
 
 from miles_core.errors import UserError
-from miles_core.sessions.families import FAMILIES, NotAppendOnly, load_family
+from miles_core.sessions.families import FAMILIES, ChatFamily, NotAppendOnly, load_family
 from miles_core.sessions.families.features import FEATURES
+from miles_core.sessions.families.jinja import OwnTemplate
 from miles_core.sessions.families.registry import notation
 from miles_core.sessions.families.terse import TEMPLATE
 from miles_core.sessions.messages import MessageError, parse_messages
+from miles_core.sessions.verify.check import verify
 from miles_core.sessions.verify.corpus import Writer
 
 SMOL = (
@@ -145,38 +147,41 @@ def test_templates_that_are_refused(template: str | None, said: str, tmp_path: P
     assert "--chat-family" in caught.value.fix
 
 
-def test_a_template_that_looks_back_is_rendered_whole(tmp_path: Path) -> None:
-    # The first user's text stands before every answer, so a stand-in for the past is not enough.
-    looking_back = SMOL.replace(
-        "'<|im_start|>assistant\n'", "'<|im_start|>assistant\n' + messages[0].content"
-    ).replace("message['role'] + '\n' +", "message['role'] + '\n' + (messages[0].content if "
-              "message.role == 'assistant' else '') +")  # fmt: skip
-    directory = with_template(tmp_path, looking_back)
-    with pytest.raises(UserError, match="the generation prompt is another one"):
-        load_family(directory, "template")
-    numbered = SMOL.replace(
-        "message['role'] + '\n'", "message['role'] + (loop.index | string) + '\n'"
-    )
-    numbered = numbered.replace(
-        "assistant\n", "assistant' + (messages | length + 1) | string + '\n"
-    )
-    with pytest.raises(UserError, match="the generation prompt is another one"):
-        load_family(with_template(tmp_path / "numbered", numbered), "template")
-    signed = SMOL.replace("'<|im_end|>' + '\n'", "'<|im_end|>' + (messages[0].content if "
-                          "message.role != 'assistant' else '') + '\n'")  # fmt: skip
-    family = load_family(with_template(tmp_path / "signed", signed), "template")
+# The end of a user's turn is signed with the first user's text.
+SIGNED = SMOL.replace("'<|im_end|>' + '\n'", "'<|im_end|>' + (messages[0].content if "
+                      "message.role != 'assistant' else '') + '\n'")  # fmt: skip
+# The first user's text stands before every answer, in the generation prompt too.
+LOOKING_BACK = SMOL.replace(
+    "'<|im_start|>assistant\n'", "'<|im_start|>assistant\n' + messages[0].content"
+).replace("message['role'] + '\n' +", "message['role'] + '\n' + (messages[0].content if "
+          "message.role == 'assistant' else '') +")  # fmt: skip
+NUMBERED = SMOL.replace("message['role'] + '\n'", "message['role'] + (loop.index | string) + '\n'")
+NUMBERED = NUMBERED.replace("assistant\n", "assistant' + (messages | length + 1) | string + '\n")
+
+
+def exact(family: ChatFamily, talk: list[dict[str, Any]], answers: int, tools: Any = ()) -> bool:
+    """Whether the pieces of a conversation are the ids that its template gives for it at once."""
+    places = [i for i, message in enumerate(talk) if message["role"] == "assistant"][:answers]
+    ids = family.render_prompt(talk[: places[0]], tools)
+    for at, end in zip(places, [*places[1:], len(talk)], strict=True):
+        output = family.render_output(talk[at])
+        ids += output + family.continue_turn(talk[: at + 1], output, talk[at + 1 : end], tools)
+    whole = OwnTemplate(family.tokenizer).render(parse_messages(talk), tools, True)
+    return family.tokenizer.decode(ids) == whole
+
+
+@pytest.mark.parametrize("template", [SIGNED, LOOKING_BACK, NUMBERED])
+def test_a_template_that_looks_back_is_rendered_whole(template: str, tmp_path: Path) -> None:
+    # A stand-in for the past is not enough.
+    family = load_family(with_template(tmp_path, template), "template")
     assert not family.notation.local
-    answered = family.render_output(PLAIN[2])
-    ids = family.render_prompt(PLAIN[:2]) + answered
-    ids += family.continue_turn(PLAIN[:3], answered, PLAIN[3:])
-    assert ids == family.render_prompt(PLAIN)
+    assert exact(family, PLAIN, 1)
+    assert verify(family, number=10).ok
 
 
 def test_a_template_that_rewrites_later_is_seen_where_it_does(tmp_path: Path) -> None:
     # Its corpus has no such message: what the proof has not met is still checked at each turn.
-    signed = SMOL.replace("'<|im_end|>' + '\n'", "'<|im_end|>' + (messages[0].content if "
-                          "message.role != 'assistant' else '') + '\n'")  # fmt: skip
-    moody = "{% if messages[-1].content == 'thanks' %}rewritten{% endif %}" + signed
+    moody = "{% if messages[-1].content | length == 6 %}rewritten{% endif %}" + SIGNED
     family = load_family(with_template(tmp_path, moody), "template")
     with pytest.raises(NotAppendOnly):
         family.continue_turn(PLAIN[:3], [family.end_of_turn_id], PLAIN[3:])

@@ -164,7 +164,9 @@ def test_the_table(tokenizer_dir: Path, capsys: Any) -> None:
     assert dispatch(command) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"family qwen3 over {tokenizer_dir}")
-    assert "append-only   held" in out and "10 of 10 checks hold" in out
+    assert "append-only   held" in out
+    # There is no template to compare with, and no other parser.
+    assert "9 of 9 checks hold, 2 had nothing to check" in out
     assert "note: the checkpoint has no template of its own" in out
 
 

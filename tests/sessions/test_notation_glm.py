@@ -62,7 +62,7 @@ def test_a_conversation_of_glm47_is_written_out() -> None:
         "<arg_key>timeout</arg_key><arg_value>5</arg_value></tool_call>"
     )
     notation = Glm47()
-    assert notation.conversation(messages, []) + notation.generation_prompt(messages[-1]) == (
+    assert notation.prompt(messages, []) == (
         f"[gMASK]<sop><|user|>U<|assistant|><think>R</think>C{call}"
         "<|observation|><tool_response>one</tool_response><|assistant|><think>"
     )
@@ -97,7 +97,7 @@ def test_a_session_is_the_text_of_its_conversation(glm: Any) -> None:
     for seed in SEEDS:
         messages = random_conversation(random.Random(seed))
         tools = TOOLS if seed % 2 else []
-        whole = glm.conversation(messages, tools) + glm.generation_prompt(messages[-1])
+        whole = glm.prompt(messages, tools)
         assert "".join(walk(glm, messages, tools)) == whole, seed
 
 

@@ -106,7 +106,7 @@ def test_a_session_is_the_text_of_its_conversation() -> None:
     for seed in SEEDS:
         messages = random_conversation(random.Random(seed))
         tools = TOOLS if seed % 2 else []
-        whole = GPT_OSS.conversation(messages, tools) + GPT_OSS.generation_prompt(messages[-1])
+        whole = GPT_OSS.prompt(messages, tools)
         assert "".join(walk(GPT_OSS, messages, tools)) == whole
 
 
@@ -169,7 +169,7 @@ def test_definitions_of_tools_have_the_text_of_the_real_template() -> None:
         function = {"name": "f", "description": "d", "parameters": parameters}
         tools = [{"type": "function", "function": function}]
         messages = [Message("user", "U")]
-        text = GPT_OSS.conversation(messages, tools) + GPT_OSS.generation_prompt(messages[-1])
+        text = GPT_OSS.prompt(messages, tools)
         assert rendered(messages, tools) == text
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 
-from miles_core.sessions.families.notation import Tools
+from miles_core.sessions.families.notation import PromptByLast, Tools
 from miles_core.sessions.messages import Message
 from miles_core.sessions.parsers import hermes
 from miles_core.sessions.parsers.reasoning import (
@@ -31,7 +31,7 @@ def tools_text(tools: Tools) -> str:
     )
 
 
-class ChatMl:
+class ChatMl(PromptByLast):
     """`<|im_start|>role`, a line break, the text, `<|im_end|>`, a line break.
 
     Results of tools that follow one another share a turn of the user.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from miles_core.sessions.families.notation import Tools
+from miles_core.sessions.families.notation import PromptByLast, Tools
 from miles_core.sessions.messages import Message, ToolCall
 from miles_core.sessions.parsers import deepseek
 from miles_core.sessions.parsers.text import json_text
@@ -35,7 +35,7 @@ def _tools_text(tools: Tools) -> str:
     )
 
 
-class DeepSeekV3:
+class DeepSeekV3(PromptByLast):
     """DeepSeek-V3: a token before each turn, and one after each answer."""
 
     name = "deepseek-v3"

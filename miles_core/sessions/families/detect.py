@@ -8,14 +8,18 @@ from typing import Any
 
 from miles_core.errors import UserError
 from miles_core.sessions.families.features import features
-from miles_core.sessions.families.jinja import OwnTemplate
+from miles_core.sessions.families.jinja import OwnTemplate, literals
 from miles_core.sessions.families.notation import Notation
-from miles_core.sessions.families.own_template import TemplateNotation, template_notation
+from miles_core.sessions.families.own_template import (
+    TemplateNotation,
+    end_tokens,
+    template_notation,
+)
 from miles_core.sessions.families.proof import Break, prove
 from miles_core.sessions.families.registry import FAMILIES, detectable, notation
 from miles_core.sessions.messages import Message, MessageError, ToolCall
 from miles_core.sessions.tokens import ChatTokenizer
-from miles_core.sessions.verify.corpus import Conversation, Writer, thinking_aloud
+from miles_core.sessions.verify.corpus import Conversation, Writer, about, thinking_aloud
 
 # Without a template: tokens that only one kind of checkpoint has, and its family.
 TOKEN_HINTS = (
@@ -129,8 +133,7 @@ def compare(
             theirs = template.render(probe.messages, probe.tools, True)
         except MessageError:
             continue
-        ours = candidate.conversation(probe.messages, probe.tools)
-        ours += candidate.generation_prompt(probe.messages[-1])
+        ours = candidate.prompt(probe.messages, probe.tools)
         if ours != theirs:
             return Misfit(candidate.name, name, common_prefix(ours, theirs), ours, theirs)
         equal += 1
@@ -160,7 +163,7 @@ def drawn_probes() -> dict[str, Conversation]:
 
 def detect(tokenizer: ChatTokenizer) -> Notation:
     """The notation of a checkpoint; raises UserError that says what was tried."""
-    if tokenizer.chat_template() is None:
+    if not tokenizer.chat_templates():
         return _by_tokens(tokenizer)
     template = OwnTemplate(tokenizer)
     with_tools = knows_tools(template)
@@ -230,10 +233,10 @@ def _prove(
 ) -> tuple[TemplateNotation, Break | None]:
     """The notation of a template, and where it is not append-only."""
     found = template_notation(tokenizer, template, fitting(tokenizer))
-    corpus = Writer(_PROOF_SEED).conversations(_PROOF_CONVERSATIONS)
+    corpus = Writer(_PROOF_SEED).conversations(_PROOF_CONVERSATIONS) + about(literals(template))
     if not found.reasoning:
         corpus = [thinking_aloud(conversation) for conversation in corpus]
-    broken, local, accepted = prove(found, corpus)
+    broken, local, accepted = prove(found, corpus, end_tokens(tokenizer, found))
     if broken is None and not accepted:
         raise UserError(
             f"the chat template of {tokenizer.directory} refuses every conversation that was tried",

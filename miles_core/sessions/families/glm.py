@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from miles_core.sessions.families.notation import Tools
+from miles_core.sessions.families.notation import PromptByLast, Tools
 from miles_core.sessions.messages import Message
 from miles_core.sessions.parsers import glm
 from miles_core.sessions.parsers.reasoning import settled_reasoning, split_reasoning
@@ -30,7 +30,7 @@ _OLD_REASONING = (
 )
 
 
-class Glm45:
+class Glm45(PromptByLast):
     """GLM-4.5 and GLM-4.6: a line break before each part. An answer opens its reasoning itself."""
 
     name = "glm45"

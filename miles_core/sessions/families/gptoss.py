@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 
-from miles_core.sessions.families.notation import Tools
+from miles_core.sessions.families.notation import PromptByLast, Tools
 from miles_core.sessions.messages import Message, ToolCall
 from miles_core.sessions.parsers import gptoss
 from miles_core.sessions.parsers.gptoss import CHANNEL, END, MESSAGE, START
@@ -20,7 +20,7 @@ def _turn(header: str, text: str) -> str:
     return f"{START}{header}{MESSAGE}{text}{END}"
 
 
-class GptOss:
+class GptOss(PromptByLast):
     """gpt-oss-20b and -120b: a system turn of the notation itself, the client's system message as
     the developer's turn, tools in TypeScript.
 

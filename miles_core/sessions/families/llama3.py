@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 
-from miles_core.sessions.families.notation import Tools
+from miles_core.sessions.families.notation import PromptByLast, Tools
 from miles_core.sessions.messages import Message
 from miles_core.sessions.parsers import llama3
 
@@ -33,7 +33,7 @@ def _tools_text(tools: Tools) -> str:
     )
 
 
-class Llama3:
+class Llama3(PromptByLast):
     """Llama 3.1 and 3.3: a system turn with dates, tools in the first turn after it.
 
     A call is a JSON object, the result of one a JSON string of the role `ipython`.

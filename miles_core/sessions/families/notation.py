@@ -1,12 +1,13 @@
 """A notation: how one kind of checkpoint writes a conversation as text.
 
-A session is a sequence of ids that only grows. The first prompt is `conversation` followed by
-`generation_prompt`; then comes what the model sampled; then `continuation`, which begins where the
-sampled ids end; and so on. So a notation never looks at an answer again: what was sampled stays.
+A session is a sequence of ids that only grows. First there is the `prompt`; then comes what the
+model sampled; then `continuation`, which begins where the sampled ids end; and so on. So a notation
+never looks at an answer again: what was sampled stays.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -46,17 +47,13 @@ class Notation(Protocol):
     def conversation(self, messages: Sequence[Message], tools: Tools) -> str:
         """A whole conversation without generation prompt at its end.
 
-        Each answer is in its canonical form: the generation prompt and `answer`. So the text of a
-        conversation is that of its beginning, `generation_prompt`, `answer`, and `continuation`.
+        Each answer is in its canonical form: the generation prompt and `answer`. So the prompt of
+        a conversation is that of its beginning, `answer`, and `continuation`.
         """
         ...
 
-    def generation_prompt(self, last: Message | None) -> str:
-        """What stands before an answer that follows the message `last`, and is no part of it.
-
-        Most notations have the same for all; some have none after the result of a tool. None: the
-        conversation is empty.
-        """
+    def prompt(self, messages: Sequence[Message], tools: Tools) -> str:
+        """A whole conversation with what stands before the next answer, and is no part of it."""
         ...
 
     def answer(self, message: Message) -> str:
@@ -88,3 +85,22 @@ class Notation(Protocol):
         Both only grow with `text`, and are prefixes of what `parse` gives in the end.
         """
         ...
+
+
+class PromptByLast(ABC):
+    """The prompt of notations whose generation prompt follows from the last message alone."""
+
+    @abstractmethod
+    def conversation(self, messages: Sequence[Message], tools: Tools) -> str: ...
+
+    @abstractmethod
+    def generation_prompt(self, last: Message | None) -> str:
+        """What stands before an answer that follows the message `last`, and is no part of it.
+
+        Most notations have the same for all; some have none after the result of a tool. None: the
+        conversation is empty.
+        """
+
+    def prompt(self, messages: Sequence[Message], tools: Tools) -> str:
+        last = messages[-1] if messages else None
+        return self.conversation(messages, tools) + self.generation_prompt(last)

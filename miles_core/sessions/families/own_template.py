@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from typing import Protocol
 
 from miles_core.errors import UserError
-from miles_core.sessions.families.jinja import OwnTemplate
+from miles_core.sessions.families.family import stop_ids
+from miles_core.sessions.families.jinja import PROBE_TOOL, OwnTemplate
 from miles_core.sessions.families.notation import NotAppendOnly, Notation, Tools
 from miles_core.sessions.messages import Message, MessageError, ToolCall
 from miles_core.sessions.parsers.qwen_xml import QwenXml
@@ -21,9 +23,18 @@ _CALL = Message(
     "",
     (ToolCall("probe", {"number": 1, "flag": True, "text": _ARGUMENT}, "call00000"),),
 )
+_CALLS = replace(_CALL, tool_calls=(*_CALL.tool_calls, *_CALL.tool_calls))
 _THINKING = Message("assistant", _PROBE, (), "thought")
+_SHAPES = {
+    "words": Message("assistant", _PROBE),
+    "words after reasoning": _THINKING,
+    "a call": _CALL,
+    "two calls": _CALLS,
+    "a call beside words": replace(_CALL, content=_PROBE),
+    "a call after reasoning": replace(_CALL, reasoning_content="thought"),
+    "words, reasoning and two calls": replace(_CALLS, content=_PROBE, reasoning_content="thought"),
+}
 _UNREAD = {"call": "the template writes no calls, or none in a form that is known"}
-_RESULT = Message("tool", "result", (), "", "call00000", "probe")
 
 
 class Reader(Protocol):
@@ -61,21 +72,15 @@ class TemplateNotation:
             set_to = ", ".join(f"{key}={value}" for key, value in template.variables.items())
             reason = f"the template drops reasoning once a user message follows; here {set_to}"
             self.exceptions = {**self.exceptions, "old_answer": reason}
-        self._prompts = {role: self._prompt_after(role) for role in ("user", "tool", "system")}
+        self._needs_tools = not self._writes_calls(()) and self._writes_calls((PROBE_TOOL,))
         self.reasoning = self._keeps_reasoning()
 
-    def _prompt_after(self, role: str) -> str:
-        """The generation prompt after a message of `role`; that after a user's where refused."""
-        opening = {"user": [_USER], "system": [Message("system", "rule")]}
-        messages = opening.get(role, [_USER, _CALL, _RESULT])
+    def _writes_calls(self, tools: Tools) -> bool:
+        """Whether an answer's call is written where a request has these tools."""
         try:
-            before = self.template.render(messages)
-            after = self.template.render(messages, (), True)
+            return _ARGUMENT in self.template.render([_USER, _CALL], tools)
         except MessageError:
-            if role == "user":
-                raise
-            return self._prompt_after("user")
-        return after[len(before) :] if after.startswith(before) else ""
+            return False
 
     def _keeps_reasoning(self) -> bool:
         """Whether the template writes the reasoning of an answer, and the reader finds it."""
@@ -88,14 +93,25 @@ class TemplateNotation:
         return self.reader.parse(text.removesuffix(self.stops[0])) == _THINKING
 
     def conversation(self, messages: Sequence[Message], tools: Tools) -> str:
-        return self.template.render(messages, tools)
+        return self._render(messages, tools, False)
 
-    def generation_prompt(self, last: Message | None) -> str:
-        return self._prompts.get(last.role if last else "user", self._prompts["user"])
+    def prompt(self, messages: Sequence[Message], tools: Tools) -> str:
+        return self._render(messages, tools, True)
+
+    def _render(
+        self, messages: Sequence[Message], tools: Tools, prompt: bool, now: datetime | None = None
+    ) -> str:
+        if self._needs_tools and not tools and any(message.tool_calls for message in messages):
+            raise MessageError(
+                "the chat template leaves calls out where a request has no tools: send the tools "
+                "with every request"
+            )
+        return self.template.render(messages, tools, prompt, now)
 
     def answer(self, message: Message) -> str:
-        prompt = self.template.render([_USER], (), True)
-        whole = self.template.render([_USER, message])
+        tools = stand_in(message)
+        prompt = self.template.render([_USER], tools, True)
+        whole = self.template.render([_USER, message], tools)
         if not whole.startswith(prompt):
             raise NotAppendOnly("an answer does not begin with the generation prompt")
         end = self.answer_end(whole, len(prompt))
@@ -105,7 +121,7 @@ class TemplateNotation:
         """Where the answer that `text` ends with ends, its stop token included."""
         ends = [(text.rfind(stop, after), len(stop)) for stop in self.stops]
         at, size = max(ends)
-        if at < 0:
+        if at < 0 or text[at + size :].strip():
             raise NotAppendOnly("an answer does not end with a stop token")
         return at + size
 
@@ -114,23 +130,26 @@ class TemplateNotation:
     ) -> str:
         if not self.local:
             return self._continued(previous, stop, new, tools)
+        tools = (PROBE_TOOL,) if tools else ()
         try:
-            return self._continued([_USER, previous[-1]], stop, new, ())
+            return self._continued([_USER, previous[-1]], stop, new, tools)
         except MessageError:
             # A template may refuse an answer, such as one with several calls, and yet be able to
             # say what stands after it.
             plain = _CALL if previous[-1].tool_calls else Message("assistant", _PROBE)
-            return self._continued([_USER, plain], stop, new, ())
+            return self._continued([_USER, plain], stop, new, tools)
 
     def _continued(
         self, previous: Sequence[Message], stop: str | None, new: Sequence[Message], tools: Tools
     ) -> str:
         now = datetime.now()
-        asked = self.template.render(previous[:-1], tools, True, now)
-        before = self.template.render(previous, tools, False, now)
-        after = self.template.render([*previous, *new], tools, True, now)
-        cut = self.answer_end(before, 0)
-        if not after.startswith(asked) or not after.startswith(before[:cut]):
+        asked = self._render(previous[:-1], tools, True, now)
+        before = self._render(previous, tools, False, now)
+        after = self._render([*previous, *new], tools, True, now)
+        if not before.startswith(asked):
+            raise NotAppendOnly("an answer does not follow the generation prompt")
+        cut = self.answer_end(before, len(asked))
+        if not after.startswith(before[:cut]):
             raise NotAppendOnly("the template rewrites earlier messages")
         return ("" if stop in self.stops else self.stops[0]) + after[cut:]
 
@@ -141,29 +160,56 @@ class TemplateNotation:
         return self.reader.settled(text) if self.reader else ("", text)
 
 
+def stand_in(message: Message) -> Tools:
+    """Tools for a conversation in which `message` stands alone: calls have something to call."""
+    return (PROBE_TOOL,) if message.tool_calls else ()
+
+
 def find_stops(tokenizer: ChatTokenizer, template: OwnTemplate) -> tuple[str, ...]:
-    """The tokens that a template ends answers with: first that of words, then that of a call."""
-    tail = template.render([_USER, Message("assistant", _PROBE)]).rpartition(_PROBE)[2]
-    first = tokenizer.encode(tail.lstrip())[:1]
-    if not any(map(tokenizer.is_added, first)):
-        raise UserError(
-            f"the chat template of {tokenizer.directory} ends an answer with {tail!r}, "
-            "which does not begin with a token of its own",
-            "Choose another --chat-family.",
-        )
-    found = [tokenizer.token_of(i) for i in [*first, *_end_of_call(tokenizer, template)]]
-    return tuple(dict.fromkeys(token for token in found if token is not None))
+    """The tokens that a template ends answers with: first that of words, then those of calls.
+
+    Each is the last thing of an answer that is no white space, and stands nowhere else in one.
+    """
+    ends: dict[str, str] = {}
+    for shape, message in _SHAPES.items():
+        tail = _tail(template, message)
+        if tail is None and ends:
+            continue
+        stop = _last_token(tokenizer, tail or "")
+        if stop is None:
+            raise UserError(
+                f"the chat template of {tokenizer.directory} ends an answer of {shape} with "
+                f"{tail!r}, which is no token of its own at the end",
+                "Choose another --chat-family.",
+            )
+        ends.setdefault(stop, shape)
+    return tuple(ends)
 
 
-def _end_of_call(tokenizer: ChatTokenizer, template: OwnTemplate) -> list[int]:
-    """The first special token after what a call says, if the template writes calls."""
+def _tail(template: OwnTemplate, message: Message) -> str | None:
+    """What follows the last words of an answer; None where the template does not write them."""
+    last = _ARGUMENT if message.tool_calls else _PROBE
     try:
-        text = template.render([_USER, _CALL])
+        text = template.render([_USER, message], stand_in(message))
     except MessageError:
-        return []
-    _, said, tail = text.rpartition(_ARGUMENT)
-    ids = tokenizer.encode(tail) if said else []
-    return next(([i] for i in ids if tokenizer.is_special(i)), [])
+        if message == _SHAPES["words"]:
+            raise
+        return None
+    _, said, tail = text.rpartition(last)
+    return tail if said else None
+
+
+def _last_token(tokenizer: ChatTokenizer, text: str) -> str | None:
+    """The token of its own that a text ends with, but for white space."""
+    for token_id in reversed(tokenizer.encode(text)):
+        if tokenizer.decode([token_id]).strip():
+            return tokenizer.token_of(token_id) if tokenizer.is_added(token_id) else None
+    return None
+
+
+def inner_stop(answer: str, stops: Sequence[str]) -> str | None:
+    """A stop token before the end of an answer, where an engine would end it."""
+    return next((s for s in stops if 0 <= answer.find(s) < len(answer) - len(s)), None)
 
 
 def find_reader(
@@ -179,6 +225,11 @@ def find_reader(
     return next((reader for reader in readers if reader.parse(text) == _CALL), None)
 
 
+def end_tokens(tokenizer: ChatTokenizer, notation: Notation) -> tuple[str, ...]:
+    """All tokens at which an engine ends an answer."""
+    return tuple(tokenizer.token_of(i) or "" for i in stop_ids(tokenizer, notation))
+
+
 def template_notation(
     tokenizer: ChatTokenizer, template: OwnTemplate, known: Sequence[Notation]
 ) -> TemplateNotation:
@@ -186,10 +237,23 @@ def template_notation(
     try:
         stops = find_stops(tokenizer, template)
         reader = find_reader(template, stops, known)
-        return TemplateNotation(template, stops, reader)
+        notation = TemplateNotation(template, stops, reader)
     except MessageError as error:
         raise UserError(
             f"the chat template of {tokenizer.directory} does not render a question and an answer: "
             f"{error}",
             "Choose another --chat-family.",
         ) from error
+    ends = end_tokens(tokenizer, notation)
+    for shape, message in _SHAPES.items():
+        try:
+            inner = inner_stop(notation.answer(message), ends)
+        except (MessageError, NotAppendOnly):
+            continue
+        if inner is not None:
+            raise UserError(
+                f"the chat template of {tokenizer.directory} writes {inner!r}, which ends an "
+                f"answer, also inside of one ({shape}), so that an engine would stop there",
+                "Choose another --chat-family.",
+            )
+    return notation

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from miles_core.sessions.families.notation import NotAppendOnly
-from miles_core.sessions.families.own_template import TemplateNotation
+from miles_core.sessions.families.own_template import TemplateNotation, inner_stop
 from miles_core.sessions.messages import Message, MessageError
 from miles_core.sessions.verify.corpus import Conversation
 
@@ -35,32 +35,46 @@ def shorten(message: Message, limit: int = 60) -> str:
     return f"{', '.join(parts)}: {text if len(text) <= limit else text[:limit] + '...'}"
 
 
-def find_break(notation: TemplateNotation, conversation: Conversation) -> Break | None:
+def find_break(
+    notation: TemplateNotation, conversation: Conversation, ends: Sequence[str]
+) -> Break | None:
     """The first message at which the template is not append-only.
 
-    Raises `MessageError` where the template refuses the conversation.
+    `ends` are all tokens that end an answer. Raises `MessageError` where the template refuses the
+    conversation.
     """
-    template, tools = notation.template, conversation.tools
-    messages = conversation.messages
-    answers = conversation.answers()
+    tools, messages, answers = conversation.tools, conversation.messages, conversation.answers()
     for number, index in enumerate(answers):
-        prompt = template.render(messages[:index], tools, True)
-        plain = template.render(messages[:index], tools)
-        if prompt != plain + notation.generation_prompt(messages[index - 1]):
-            return Break(conversation, index - 1, "the generation prompt is another one")
-        answered = template.render(messages[: index + 1], tools)
+        prompt = notation.prompt(messages[:index], tools)
+        answered = notation.conversation(messages[: index + 1], tools)
         if not answered.startswith(prompt):
             return Break(conversation, index, "an answer does not follow the generation prompt")
         try:
             kept = answered[: notation.answer_end(answered, len(prompt))]
+            usual = notation.answer(messages[index])
         except NotAppendOnly as error:
             return Break(conversation, index, str(error))
+        answer = kept[len(prompt) :]
+        inner = inner_stop(answer, ends)
+        if inner is not None:
+            why = f"an engine would end the answer at the {inner!r} inside of it"
+            return Break(conversation, index, why)
+        if answer != usual:
+            why = f"an answer is written as {answer!r} here, and as {usual!r} after a question"
+            return Break(conversation, index, why)
         last = answers[number + 1] if number + 1 < len(answers) else len(messages)
         for end in range(index + 2, last + 1):
             # Between two results of one answer a template may be in the middle of a turn.
-            if not template.render(messages[:end], tools, end == last).startswith(kept):
+            if not _rendered(notation, conversation, end, end == last).startswith(kept):
                 return Break(conversation, end - 1, "the template rewrites earlier messages")
     return None
+
+
+def _rendered(
+    notation: TemplateNotation, conversation: Conversation, end: int, prompt: bool
+) -> str:
+    render = notation.prompt if prompt else notation.conversation
+    return render(conversation.messages[:end], conversation.tools)
 
 
 def is_local(notation: TemplateNotation, conversation: Conversation) -> bool:
@@ -71,25 +85,32 @@ def is_local(notation: TemplateNotation, conversation: Conversation) -> bool:
     answers = conversation.answers()
     for index, following in zip(answers, [*answers[1:], len(messages)], strict=True):
         new = messages[index + 1 : following]
-        if new and whole.continuation(messages[: index + 1], stop, new, tools) != (
-            short.continuation(messages[: index + 1], stop, new, tools)
-        ):
+        if not new:
+            continue
+        wanted = whole.continuation(messages[: index + 1], stop, new, tools)
+        try:
+            found = short.continuation(messages[: index + 1], stop, new, tools)
+        except (MessageError, NotAppendOnly):
+            return False
+        if found != wanted:
             return False
     return True
 
 
 def prove(
-    notation: TemplateNotation, conversations: Sequence[Conversation]
+    notation: TemplateNotation, conversations: Sequence[Conversation], ends: Sequence[str]
 ) -> tuple[Break | None, bool, int]:
     """The first break, whether the template is local, and how many conversations it accepts."""
     local, accepted = True, 0
     for conversation in conversations:
         try:
-            found = find_break(notation, conversation)
+            found = find_break(notation, conversation, ends)
             if found is not None:
                 return found, False, accepted
             local = local and is_local(notation, conversation)
         except MessageError:
             continue
+        except NotAppendOnly as error:
+            return Break(conversation, len(conversation.messages) - 1, str(error)), False, accepted
         accepted += 1
     return None, local, accepted

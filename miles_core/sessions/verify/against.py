@@ -20,22 +20,22 @@ class TemplateCheck:
     def __init__(self, family: ChatFamily) -> None:
         self.family = family
         self.check = Check("own template", "the text is that of the checkpoint's own template")
-        self._template: OwnTemplate | None = None
+        self.template: OwnTemplate | None = None
         self._tools = False
-        if family.tokenizer.chat_template() is None:
+        if not family.tokenizer.chat_templates():
             self.check.notes.append(_NO_TEMPLATE)
             return
-        self._template = OwnTemplate(family.tokenizer)
-        self._tools = knows_tools(self._template)
+        self.template = OwnTemplate(family.tokenizer)
+        self._tools = knows_tools(self.template)
 
     def add(self, number: int, conversation: Conversation) -> None:
         """Compare a conversation at each point where the model is asked."""
-        if self._template is None:
+        if self.template is None:
             return
         ends = [*conversation.answers(), len(conversation.messages)]
         for end in ends:
             if conversation.messages[end - 1].role != "assistant":
-                self._compare(Where(number, conversation, end - 1), self._template)
+                self._compare(Where(number, conversation, end - 1), self.template)
 
     def _compare(self, where: Where, template: OwnTemplate) -> None:
         messages = where.conversation.messages[: where.message + 1]

@@ -6,11 +6,12 @@ import time
 from collections.abc import Sequence
 
 from miles_core.sessions.families.family import ChatFamily
+from miles_core.sessions.families.jinja import literals
 from miles_core.sessions.families.notation import NotAppendOnly
 from miles_core.sessions.messages import MessageError
 from miles_core.sessions.parsers.sglang import Parse
 from miles_core.sessions.verify.against import TemplateCheck, check_stops
-from miles_core.sessions.verify.corpus import Conversation, Writer
+from miles_core.sessions.verify.corpus import Conversation, Writer, about
 from miles_core.sessions.verify.episode import SampledCheck
 from miles_core.sessions.verify.pieces import PieceChecks
 from miles_core.sessions.verify.report import Check, Report, Where
@@ -28,16 +29,16 @@ def verify(
 ) -> Report:
     """Check a family over `number` conversations drawn by `seed`, or over those given.
 
+    To those drawn come short ones about the words that the checkpoint's own template looks for.
+
     `theirs` is another parser of the family's answers, which has to read the same.
     """
     began = time.monotonic()
+    own = TemplateCheck(family)
     if conversations is None:
         conversations = Writer(seed, family.notation.reasoning).conversations(number)
-    pieces, sampled, own = (
-        PieceChecks(family, seed, theirs),
-        SampledCheck(family, seed),
-        TemplateCheck(family),
-    )
+        conversations += about(literals(own.template) if own.template else ())
+    pieces, sampled = PieceChecks(family, seed, theirs), SampledCheck(family, seed)
     accepted = Check("accepted", "the family has a form for the conversation")
     for index, conversation in enumerate(conversations):
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,6 +39,8 @@ PROPERTIES: dict[str, dict[str, Any]] = {
     "lines": {"type": "array", "items": {"type": "integer"}},
     "options": {"type": "object"},
 }
+# What may stand between two answers, besides one user's message.
+_BETWEEN = (["user", "user"], ["system", "user"], ["user", "system"], ["system"])
 NAMES = ("bash", "read_file", "search-web", "f")
 
 
@@ -86,6 +88,29 @@ def make_tools(rng: random.Random) -> tuple[dict[str, Any], ...]:
         }
         for name in rng.sample(NAMES, len(NAMES))
     )
+
+
+def about(words: Sequence[str]) -> list[Conversation]:
+    """Conversations in which each of `words` is in turn what one kind of message says.
+
+    For the texts that a template looks for, such as a switch in a system message.
+    """
+    user, answer = Message("user", "List the files."), Message("assistant", "The answer is 42.")
+    call = ToolCall("bash", {"command": "ls"}, "call00000")
+    called, tools = Message("assistant", "", (call,)), make_tools(random.Random(0))
+    found = []
+    for word in words:
+        result = Message("tool", word, (), "", call.id, call.name)
+        system, asked = Message("system", word), Message("user", word)
+        more = Message("system", f"Be kind. {word}")
+        found += [
+            Conversation((system, user, answer, user)),
+            Conversation((more, user, called, replace(result, content="one"), answer, user), tools),
+            Conversation((asked, answer, user, answer, asked)),
+            Conversation((user, called, result, answer, user), tools),
+            Conversation((user, answer, system, answer, user, answer, system)),
+        ]
+    return found
 
 
 class Writer:
@@ -173,6 +198,6 @@ class Writer:
                 answer = Message("assistant", "", (), answer.reasoning_content)
             messages += [answer, *self.results(answer)]
             if not answer.tool_calls or rng.random() < 0.2:
-                roles = rng.choice((["user"], ["user"], ["user", "user"], ["system", "user"]))
+                roles = rng.choice((["user"], ["user"], *_BETWEEN))
                 messages += [Message(role, rng.choice((self.text(), ""))) for role in roles]
         return Conversation(tuple(messages), make_tools(rng) if offered else ())

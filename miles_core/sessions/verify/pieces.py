@@ -54,6 +54,7 @@ class PieceChecks:
         self.cut = Check(
             "truncated", "an answer cut at any token gets its end, and goes on the same"
         )
+        self.ends = Check("ends", "an answer ends with a stop token, and has none before")
         self.parsed = Check("parsed", "every answer is read back as it was")
         self.streamed = Check("streamed", "what is sent early is the beginning of the answer")
         self.sglang = Check("sglang", "SGLang's parsers read the same")
@@ -75,17 +76,26 @@ class PieceChecks:
             )
         if self._theirs is None:
             self.sglang.notes.append("SGLang's parsers are not installed, or it has none for these")
-        checks = [self.append_only, self.ids, self.cut, self.parsed, self.streamed]
+        checks = [self.append_only, self.ids, self.ends, self.cut, self.parsed, self.streamed]
         return [*checks, self.sglang]
 
     def add(self, number: int, conversation: Conversation) -> None:
         """Check one conversation; raises `MessageError` where the family refuses it."""
         for step in list(steps(self.family, conversation)):
             where = Where(number, conversation, step.index)
+            self._ends(where, step)
             self._parsed(where, step)
             if step.follow:
                 self._whole(Where(number, conversation, step.end - 1), step)
                 self._cuts(where, step)
+
+    def _ends(self, where: Where, step: Step) -> None:
+        family, stops = self.family, self.family.stop_token_ids
+        at = next((i for i, token_id in enumerate(step.output) if token_id in stops), None)
+        right = at is not None and at == len(step.output) - 1
+        before = family.tokenizer.decode(step.output if at is None else step.output[: at + 1])
+        whole = family.tokenizer.decode(step.output)
+        self.ends.hold(right, where, f"an engine would end {whole!r} after {before!r}")
 
     def _whole(self, where: Where, step: Step) -> None:
         family, conversation = self.family, where.conversation

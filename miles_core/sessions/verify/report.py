@@ -48,6 +48,11 @@ class Check:
     def ok(self) -> bool:
         return not self.failed
 
+    @property
+    def ran(self) -> bool:
+        """Whether there was a case to check that is no known exception."""
+        return bool(self.passed or self.failed)
+
     def hold(self, value: bool, where: Where, what: str) -> None:
         """Count one case; `what` says what is wrong where `value` is false."""
         if value:
