@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from miles_core.config.algorithm_checks import algorithm_errors
+
 if TYPE_CHECKING:
     from miles_core.config.schema import MilesConfig
 
@@ -56,4 +58,4 @@ def cross_field_errors(config: MilesConfig) -> list[str]:
             f"training.num_trainer_ranks: {training.num_trainer_ranks} is not a multiple of "
             f"tensor_model_parallel_size ({training.tensor_model_parallel_size})"
         )
-    return errors
+    return errors + algorithm_errors(training, rollout.n_samples_per_prompt)

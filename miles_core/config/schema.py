@@ -181,19 +181,41 @@ class TrainingConfig(Section):
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta1")
     adam_beta2: float = Field(0.98, ge=0, lt=1, description="AdamW beta2")
     clip_grad: float = Field(1.0, gt=0, description="Largest gradient norm")
+    advantage_estimator: Literal[
+        "grpo", "gspo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
+    ] = Field("grpo", description="Advantages; gspo: those of grpo, and the ratio of the sequence")
+    grpo_std_normalization: bool = Field(True, description="Divide advantages by the group's std")
     eps_clip: float = Field(0.2, gt=0, lt=1, description="Lower clip of the ratio")
     eps_clip_high: float = Field(0.28, gt=0, description="Upper clip of the ratio")
     eps_clip_c: float | None = Field(None, gt=1, description="Dual clip; none by default")
-    kl_loss_coef: float = Field(0.01, ge=0, description="Weight of the KL to the reference")
+    kl_loss_coef: float = Field(
+        0.01, ge=0, description="Weight of the KL to the reference in the loss"
+    )
+    kl_coef: float = Field(0.0, ge=0, description="Weight of that KL in the reward instead")
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = Field(
         "low_var_kl", description="Estimator of that KL"
     )
-    grpo_std_normalization: bool = Field(True, description="Divide advantages by the group's std")
-    loss_aggregation: Literal["trajectory", "token"] = Field(
-        "trajectory", description="Mean per trajectory and then over them, or over all tokens"
+    use_unbiased_kl: bool = Field(
+        False, description="Multiply the KL in the loss by the ratio of the token"
     )
-    use_tis: bool = Field(False, description="Weight by truncated importance (trainer/engine)")
-    tis_clip: float = Field(2.0, gt=0, description="Largest such weight")
+    entropy_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus")
+    loss_aggregation: Literal["trajectory", "token", "constant"] = Field(
+        "trajectory",
+        description="Mean per trajectory and then over them; over all tokens; or the sum per "
+        "trajectory divided by a constant",
+    )
+    loss_constant_length: int | None = Field(
+        None, ge=1, description="That constant, such as the most tokens of a trajectory"
+    )
+    use_tis: bool = Field(False, description="Weight by importance (trainer over engine)")
+    tis_mode: Literal["tis", "mis", "icepop"] = Field(
+        "tis", description="Outside of the bounds: weights are cut (tis) or zero (mis, icepop)"
+    )
+    tis_level: Literal["token", "sequence", "geometric"] = Field(
+        "token", description="Weight of a token, of its trajectory, or of that per token"
+    )
+    tis_clip: float = Field(2.0, gt=0, description="Upper bound of the weight")
+    tis_clip_low: float = Field(0.0, ge=0, description="Lower bound of the weight")
     max_tokens_per_gpu: int = Field(16384, ge=8, description="Tokens of one packed micro-batch")
     num_trainer_ranks: int = Field(1, ge=1, description="Trainer processes")
     tensor_model_parallel_size: int = Field(1, ge=1, description="Tensor parallel size")

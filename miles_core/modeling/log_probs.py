@@ -76,6 +76,42 @@ def token_log_probs(
     return _LogProbs.apply(logits, targets, temperature)
 
 
+class _LogProbsAndEntropy(torch.autograd.Function):
+    """With z = logits / T, p = softmax(z), H = -sum p log p: dH/dz_j = -p_j (log p_j + H)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        softmax = _Softmax(logits, temperature)
+        own, column = softmax.own_columns(targets)
+        at_target = logits.gather(1, column[:, None]).squeeze(1).float() / temperature
+        value = softmax.total(torch.where(own, at_target, 0.0)) - softmax.log_norm
+        entropy = -softmax.total(torch.xlogy(softmax.p, softmax.p).sum(dim=-1))
+        ctx.save_for_backward(softmax.p, own, column, entropy)
+        ctx.temperature, ctx.dtype = temperature, logits.dtype
+        return value, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        p, own, column, entropy = ctx.saved_tensors
+        of_value, of_entropy = (grad / ctx.temperature for grad in grads)
+        grad = torch.xlogy(p, p).addcmul_(p, entropy[:, None]).mul_(-of_entropy[:, None])
+        grad.addcmul_(p, of_value[:, None], value=-1.0)
+        grad.scatter_add_(1, column[:, None], torch.where(own, of_value, 0.0)[:, None])
+        return grad.to(ctx.dtype), None, None
+
+
+def token_log_probs_and_entropy(
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `token_log_probs` gives and the entropy of each row, both [N] and with gradients.
+
+    Costs one buffer of the logits' size more in backward than the log-probabilities alone.
+    """
+    return _LogProbsAndEntropy.apply(logits, targets, temperature)
+
+
 @torch.no_grad()
 def log_probs_and_entropy(
     logits: torch.Tensor, targets: torch.Tensor, temperature: float

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from miles_core.training.advantages import group_advantages
 from miles_core.training.losses import TokenData
 
 
@@ -16,7 +17,9 @@ class TrainSample:
     """One token sequence of a trajectory.
 
     `tokens` int64 [T], `mask` bool [T] (true: sampled, trained), `rollout` float32 [T]. The
-    log-probabilities `old`, `ref` and `current` [T] are filled while training, zero off the mask.
+    log-probabilities `old`, `ref` and `current` [T] are filled while training, zero off the mask,
+    as are `advantages` [T] and, where the loss uses them, the importance weights `tis` [T] and
+    `sequence_log_ratio`, the mean of current - old over all sampled tokens of the trajectory.
     """
 
     trial_id: str
@@ -25,9 +28,11 @@ class TrainSample:
     tokens: torch.Tensor
     mask: torch.Tensor
     rollout: torch.Tensor
-    advantage: float
+    advantages: torch.Tensor
     weight: float = 0.0
     micro_batch: int = -1
+    tis: torch.Tensor | None = None
+    sequence_log_ratio: float | None = None
     logprobs: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -41,9 +46,9 @@ def make_sample(
     tokens: torch.Tensor,
     mask: torch.Tensor,
     rollout: torch.Tensor | None = None,
-    advantage: float = 0.0,
 ) -> TrainSample:
-    """A sample whose shapes were checked. Raises ValueError naming the trial."""
+    """A sample whose shapes were checked, with advantages of zero. Raises ValueError naming the
+    trial."""
     where = f"sample {index} of {trial_id}"
     if len(tokens) == 0:
         raise ValueError(f"{where} is empty")
@@ -56,51 +61,69 @@ def make_sample(
     mask = mask.bool()
     if mask[0]:
         raise ValueError(f"{where}: the first token is marked as sampled, but nothing precedes it")
-    return TrainSample(trial_id, trajectory, index, tokens.long(), mask, rollout.float(), advantage)
+    return TrainSample(
+        trial_id,
+        trajectory,
+        index,
+        tokens.long(),
+        mask,
+        rollout.float(),
+        advantages=torch.zeros(len(tokens)),
+    )
 
 
 @dataclass
 class RolloutBatch:
-    """All samples of a step; `rewards` and `tokens` (sampled ones) of each trajectory."""
+    """All samples of a step; `rewards` and `tokens` (sampled ones) of each trajectory.
+
+    `groups` are the numbers of the trajectories of each group.
+    """
 
     step: int
     samples: list[TrainSample]
     rewards: list[float]
     tokens: list[int]
+    groups: list[range]
 
 
-def load_rollout(path: str | Path, std_normalization: bool) -> RolloutBatch:
-    """Read a step's rollout and give every sample its trajectory's advantage."""
+def load_rollout(path: str | Path) -> RolloutBatch:
+    """Read a step's rollout. Raises ValueError, naming the trial, for a reward that is not finite
+    or a sample whose parts do not fit each other."""
     data = torch.load(path, weights_only=True)
-    batch = RolloutBatch(int(data["step"]), [], [], [])
+    batch = RolloutBatch(int(data["step"]), [], [], [], [])
     for group in data["groups"]:
-        trajectories = group["trajectories"]
-        rewards = torch.tensor([t["reward"] for t in trajectories], dtype=torch.float64)
-        advantages = group_advantages(rewards, std_normalization).tolist()
-        for trajectory, advantage in zip(trajectories, advantages, strict=True):
-            number = len(batch.rewards)
-            samples = [
-                make_sample(
-                    trajectory["trial_id"],
-                    number,
-                    index,
-                    sample["tokens"],
-                    sample["loss_mask"],
-                    sample["logprobs"],
-                    advantage,
-                )
-                for index, sample in enumerate(trajectory["samples"])
-            ]
-            batch.samples.extend(samples)
-            batch.rewards.append(float(trajectory["reward"]))
-            batch.tokens.append(sum(int(s.mask.sum()) for s in samples))
+        first = len(batch.rewards)
+        for trajectory in group["trajectories"]:
+            _add_trajectory(batch, trajectory)
+        batch.groups.append(range(first, len(batch.rewards)))
     return batch
+
+
+def _add_trajectory(batch: RolloutBatch, trajectory: dict[str, Any]) -> None:
+    trial_id, reward = trajectory["trial_id"], float(trajectory["reward"])
+    if not math.isfinite(reward):
+        raise ValueError(f"the reward of {trial_id} is {reward}; rewards must be finite")
+    samples = [
+        make_sample(
+            trial_id,
+            len(batch.rewards),
+            index,
+            sample["tokens"],
+            sample["loss_mask"],
+            sample["logprobs"],
+        )
+        for index, sample in enumerate(trajectory["samples"])
+    ]
+    batch.samples.extend(samples)
+    batch.rewards.append(reward)
+    batch.tokens.append(sum(int(s.mask.sum()) for s in samples))
 
 
 class Packed:
     """Samples of one micro-batch, one behind the other.
 
     `rows` [N] are the places in `tokens` [T] whose logits predict the N sampled tokens `targets`.
+    `entropy` [N] of those predictions, with gradients, is set when the loss has an entropy bonus.
     """
 
     def __init__(self, samples: list[TrainSample], device: torch.device) -> None:
@@ -113,6 +136,7 @@ class Packed:
         self.tokens = tokens.to(device)
         self.rows = (sampled - 1).to(device)
         self.targets = tokens[sampled].to(device)
+        self.entropy: torch.Tensor | None = None
         self._device = device
 
     def _flat(self, per_sample: list[torch.Tensor]) -> torch.Tensor:
@@ -136,15 +160,16 @@ class Packed:
     def weights(self) -> torch.Tensor:
         return self._spread([s.weight for s in self.samples])
 
-    def rollout(self) -> torch.Tensor:
-        return self._flat([s.rollout for s in self.samples])
-
     def token_data(self, with_reference: bool) -> TokenData:
         """What the loss needs."""
+        tis = [s.tis for s in self.samples if s.tis is not None]
+        ratios = [s.sequence_log_ratio for s in self.samples if s.sequence_log_ratio is not None]
         return TokenData(
-            advantages=self._spread([s.advantage for s in self.samples]),
+            advantages=self._flat([s.advantages for s in self.samples]),
             weights=self.weights(),
             old=self.logprobs("old"),
-            rollout=self.rollout(),
             ref=self.logprobs("ref") if with_reference else None,
+            tis=self._flat(tis) if tis else None,
+            sequence_log_ratio=self._spread(ratios) if ratios else None,
+            entropy=self.entropy,
         )

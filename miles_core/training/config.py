@@ -25,20 +25,35 @@ class TrainerConfig:
     adam_beta1: float = 0.9
     adam_beta2: float = 0.98
     clip_grad: float = 1.0
+    advantage_estimator: Literal[
+        "grpo", "gspo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
+    ] = "grpo"
+    grpo_std_normalization: bool = True
     eps_clip: float = 0.2
     eps_clip_high: float = 0.28
     eps_clip_c: float | None = None
     kl_loss_coef: float = 0.01
+    kl_coef: float = 0.0
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "low_var_kl"
-    grpo_std_normalization: bool = True
-    loss_aggregation: Literal["trajectory", "token"] = "trajectory"
+    use_unbiased_kl: bool = False
+    entropy_coef: float = 0.0
+    loss_aggregation: Literal["trajectory", "token", "constant"] = "trajectory"
+    loss_constant_length: int | None = None
     use_tis: bool = False
+    tis_mode: Literal["tis", "mis", "icepop"] = "tis"
+    tis_level: Literal["token", "sequence", "geometric"] = "token"
     tis_clip: float = 2.0
+    tis_clip_low: float = 0.0
     max_tokens_per_gpu: int = 16384
     tensor_model_parallel_size: int = 1
     threads: int = 1
     dtype: Literal["float32", "bfloat16"] = "float32"
     max_nonfinite_steps: int = 3
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss or the reward has a KL to the reference."""
+        return self.kl_loss_coef > 0 or self.kl_coef > 0
 
 
 def trainer_config(training: TrainingConfig, seed: int, temperature: float) -> TrainerConfig:

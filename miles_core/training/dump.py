@@ -13,8 +13,8 @@ from miles_core.training.batch import TrainSample
 def write_dump(directory: str | Path, step: int, rank: int, samples: list[TrainSample]) -> Path:
     """Write the samples of a rank under a temporary name, sync it, rename it.
 
-    Log-probabilities are float32 [T], zero where nothing was sampled; "ref" is absent without a
-    reference.
+    Advantages, log-probabilities and importance weights are float32 [T], zero where nothing was
+    sampled; "ref_logprobs" is absent without a reference, "tis" without importance sampling.
     """
     path = Path(directory) / f"rank_{rank}.pt"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -22,11 +22,12 @@ def write_dump(directory: str | Path, step: int, rank: int, samples: list[TrainS
         {
             "trial_id": s.trial_id,
             "sample_index": s.index,
-            "advantage": s.advantage,
+            "advantages": s.advantages,
             "tokens": s.tokens,
             "loss_mask": s.mask.to(torch.uint8),
             "rollout_logprobs": s.rollout,
             **{f"{name}_logprobs": values for name, values in s.logprobs.items()},
+            **({} if s.tis is None else {"tis": s.tis}),
             "micro_batch": s.micro_batch,
         }
         for s in samples

@@ -1,28 +1,31 @@
-"""One step of GRPO: reference and old log-probabilities, then the optimizer steps."""
+"""One step: recorded log-probabilities, advantages, then the optimizer steps."""
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from miles_core.modeling.parallel import Layout
+from miles_core.training.advantages import has_spread
 from miles_core.training.batch import Packed, RolloutBatch, TrainSample
 from miles_core.training.config import TrainerConfig
-from miles_core.training.losses import LossSettings, policy_loss, token_weights
+from miles_core.training.importance import ImportanceSettings
+from miles_core.training.losses import (
+    LOSS_NAMES,
+    MEANS,
+    PARTS,
+    LossSettings,
+    policy_loss,
+    token_weights,
+)
+from miles_core.training.mismatch import assign_importance, mismatch_metrics
 from miles_core.training.packing import micro_batches
 from miles_core.training.policy import Policy, Update, max_over_ranks, sum_over_ranks
-
-LOSS_NAMES = (
-    "loss",
-    "pg_loss",
-    "kl_loss",
-    "clip_fraction",
-    "ratio",
-    "approx_kl",
-    "tis_weight",
-)
+from miles_core.training.step_advantages import assign_advantages
+from miles_core.training.trajectories import trajectory_sums
 
 
 def loss_settings(config: TrainerConfig) -> LossSettings:
@@ -33,7 +36,15 @@ def loss_settings(config: TrainerConfig) -> LossSettings:
         dual_clip=config.eps_clip_c,
         kl_coef=config.kl_loss_coef,
         kl_type=config.kl_loss_type,
-        tis_clip=config.tis_clip if config.use_tis else None,
+        unbiased_kl=config.use_unbiased_kl,
+        entropy_coef=config.entropy_coef,
+    )
+
+
+def importance_settings(config: TrainerConfig) -> ImportanceSettings:
+    """The correction that a configuration asks for when `use_tis` is set."""
+    return ImportanceSettings(
+        config.tis_mode, config.tis_level, low=config.tis_clip_low, high=config.tis_clip
     )
 
 
@@ -63,89 +74,127 @@ class GrpoStep:
         self._policy = policy
         self._config = policy.config
         self._batch = batch
+        self._total_weights: list[float] = []
         self._parts = self._partition(layout)
         self.own_samples = [s for part in self._parts for mb in part for s in mb]
+        self._seconds: dict[str, float] = {}
 
     def _partition(self, layout: Layout) -> list[list[list[TrainSample]]]:
         """Micro-batches of this rank for each optimizer step; sets every sample's weight."""
+        config = self._config
         parts = []
-        for members in optimizer_batches(len(self._batch.tokens), self._config.global_batch_size):
+        for members in optimizer_batches(len(self._batch.tokens), config.global_batch_size):
             samples = [s for s in self._batch.samples if s.trajectory in members]
             sizes = self._batch.tokens[members.start : members.stop]
-            weights = token_weights(self._config.loss_aggregation, sizes)
+            weights = token_weights(config.loss_aggregation, sizes, config.loss_constant_length)
             for sample in samples:
                 sample.weight = weights[sample.trajectory - members.start]
-            parts.append(plan_micro_batches(samples, layout, self._config.max_tokens_per_gpu))
+            self._total_weights.append(sum(w * n for w, n in zip(weights, sizes, strict=True)))
+            parts.append(plan_micro_batches(samples, layout, config.max_tokens_per_gpu))
         return parts
 
     def run(self) -> dict[str, float | list[str]]:
         """Metrics, equal on all ranks. Collective."""
-        seconds = {}
         everything = [mb for part in self._parts for mb in part]
-        started = time.perf_counter()
         if self._policy.has_reference:
-            self._policy.record_reference(everything)
-        seconds["seconds_reference"] = time.perf_counter() - started
-        started = time.perf_counter()
-        recorded = self._policy.record("old", everything)
-        seconds["seconds_old"] = time.perf_counter() - started
-        started = time.perf_counter()
-        updates = [self._policy.update(part, self._loss, LOSS_NAMES) for part in self._parts]
-        seconds["seconds_update"] = time.perf_counter() - started
+            with self._timed("seconds_reference"):
+                self._policy.record_reference(everything)
+        with self._timed("seconds_old"):
+            recorded = self._policy.record("old", everything)
         metrics: dict[str, float | list[str]] = {}
-        metrics |= self._mismatch(recorded["entropy"])
+        metrics |= mismatch_metrics(self.own_samples)
+        metrics |= self._entropy(recorded["entropy"])
+        metrics |= assign_advantages(self._batch, self.own_samples, self._config)
+        if self._config.use_tis:
+            settings = importance_settings(self._config)
+            metrics |= assign_importance(self._batch, self.own_samples, settings)
+        with self._timed("seconds_update"):
+            updates = [self._update(number) for number in range(len(self._parts))]
         metrics |= self._summary(updates)
-        metrics |= max_over_ranks(seconds)
+        metrics |= self._rewards()
+        metrics |= max_over_ranks(self._seconds)
         return metrics
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._seconds[name] = time.perf_counter() - started
+
+    def _update(self, number: int) -> Update:
+        part = self._parts[number]
+        if self._config.advantage_estimator == "gspo":
+            self._record_sequence_ratios(part, weights_are_old=number == 0)
+        return self._policy.update(part, self._loss, LOSS_NAMES)
+
+    def _record_sequence_ratios(self, part: list[list[TrainSample]], weights_are_old: bool) -> None:
+        """Set `sequence_log_ratio`, the mean of current - old over the whole trajectory.
+
+        The samples of a trajectory may lie in several micro-batches and ranks, so the current
+        log-probabilities are recorded first, unless no update was made since the old ones were.
+        """
+        current = "old" if weights_are_old else "current"
+        if not weights_are_old:
+            self._policy.record("current", part)
+        samples = [s for mb in part for s in mb]
+        sums = trajectory_sums(
+            self._batch,
+            [s for s in samples if s.mask.any()],
+            lambda s: s.logprobs[current] - s.logprobs["old"],
+        )
+        for sample in samples:
+            size = max(1, self._batch.tokens[sample.trajectory])
+            sample.sequence_log_ratio = sums[sample.trajectory] / size
 
     def _loss(
         self, log_probs: torch.Tensor, packed: Packed
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        data = packed.token_data(self._policy.has_reference)
+        data = packed.token_data(with_reference=self._has_kl_loss())
         return policy_loss(log_probs, data, loss_settings(self._config))
 
-    def _mismatch(self, entropy: float) -> dict[str, float]:
-        """How far the trainer's log-probabilities are from the engine's, over all sampled tokens:
-        mean and largest |old - rollout|, and KL(engine || trainer) as k3."""
-        sums: dict[str, float] = defaultdict(float, entropy=entropy)
-        largest = 0.0
-        for sample in self.own_samples:
-            if not sample.mask.any():
-                continue
-            difference = (sample.logprobs["old"] - sample.rollout)[sample.mask].double()
-            sums["absolute"] += difference.abs().sum().item()
-            sums["k3"] += (difference.exp() - 1 - difference).sum().item()
-            sums["tokens"] += len(difference)
-            largest = max(largest, difference.abs().max().item())
-        total = sum_over_ranks(sums, ("absolute", "k3", "entropy", "tokens"))
-        tokens = max(1.0, total["tokens"])
-        return {
-            "mismatch_abs_mean": total["absolute"] / tokens,
-            "mismatch_kl": total["k3"] / tokens,
-            "entropy": total["entropy"] / tokens,
-            "trained_tokens": total["tokens"],
-            **max_over_ranks({"mismatch_abs_max": largest}),
-        }
+    def _has_kl_loss(self) -> bool:
+        return self._policy.has_reference and self._config.kl_loss_coef > 0
+
+    def _entropy(self, own_sum: float) -> dict[str, float]:
+        total = sum_over_ranks({"entropy": own_sum}, ("entropy",))
+        return {"entropy": total["entropy"] / max(1, sum(self._batch.tokens))}
 
     def _summary(self, updates: list[Update]) -> dict[str, float | list[str]]:
         """Means over the optimizer steps, and counts."""
         count = max(1, len(updates))
+        pairs = list(zip(updates, self._total_weights, strict=True))
         names = [name for name in LOSS_NAMES if self._reports(name)]
         metrics: dict[str, float | list[str]] = {
-            name: sum(u.sums[name] for u in updates) / count for name in names
+            name: sum(u.sums[name] for u in updates) / count for name in names if name in PARTS
         }
-        rewards = self._batch.rewards
+        metrics |= {
+            name: sum(u.sums[name] / (total or 1.0) for u, total in pairs) / count
+            for name in names
+            if name in MEANS
+        }
         metrics["grad_norm"] = sum(u.grad_norm for u in updates) / count
         metrics["lr"] = updates[-1].lr if updates else self._policy.optimizer.lr()
-        metrics["reward_mean"] = sum(rewards) / max(1, len(rewards))
-        metrics["trajectories"] = float(len(rewards))
-        metrics["samples"] = float(len(self._batch.samples))
         metrics["optimizer_steps"] = float(sum(u.applied for u in updates))
         metrics["nonfinite_steps"] = float(sum(not u.applied for u in updates))
         metrics["nonfinite"] = [problem for u in updates for problem in u.problems]
         return metrics
 
     def _reports(self, name: str) -> bool:
-        if name == "kl_loss":
-            return self._policy.has_reference
-        return name != "tis_weight" or self._config.use_tis
+        conditional = {
+            "kl_loss": self._has_kl_loss(),
+            "entropy_loss": self._config.entropy_coef > 0,
+            "pg_clipfrac_dual": self._config.eps_clip_c is not None,
+        }
+        return conditional.get(name, True)
+
+    def _rewards(self) -> dict[str, float | list[str]]:
+        rewards = torch.tensor(self._batch.rewards, dtype=torch.float64)
+        of_groups = [rewards[g.start : g.stop] for g in self._batch.groups]
+        flat = [group for group in of_groups if len(group) and not has_spread(group)]
+        return {
+            "reward_mean": rewards.mean().item() if len(rewards) else 0.0,
+            "reward_std": rewards.std().item() if len(rewards) > 1 else 0.0,
+            "frac_reward_zero_std": len(flat) / max(1, len(of_groups)),
+            "trajectories": float(len(rewards)),
+            "samples": float(len(self._batch.samples)),
+        }

@@ -11,89 +11,111 @@ from typing import Literal
 
 import torch
 
-KLType = Literal["k1", "k2", "k3", "low_var_kl"]
-MAX_LOG_RATIO = 20.0
-MAX_LOW_VAR_KL = 10.0
+from miles_core.training.kl import KLType, bounded_exp, kl_estimate
+
+Aggregation = Literal["trajectory", "token", "constant"]
+PARTS = ("loss", "pg_loss", "kl_loss", "entropy_loss")
+MEANS = (
+    "pg_clipfrac",
+    "pg_clipfrac_low",
+    "pg_clipfrac_high",
+    "pg_clipfrac_dual",
+    "ratio",
+    "ppo_kl",
+    "ppo_kl_k3",
+)
+LOSS_NAMES = PARTS + MEANS
+"""The sums of `policy_loss`; those of MEANS are means when divided by the sum of all weights."""
 
 
 @dataclass(frozen=True)
 class LossSettings:
-    """Clip bounds, KL and truncated importance sampling; see TrainingConfig."""
+    """Clip bounds, KL to the reference and entropy bonus; see TrainingConfig."""
 
     eps_low: float
     eps_high: float
-    dual_clip: float | None
-    kl_coef: float
-    kl_type: KLType
-    tis_clip: float | None
+    dual_clip: float | None = None
+    kl_coef: float = 0.0
+    kl_type: KLType = "low_var_kl"
+    unbiased_kl: bool = False
+    entropy_coef: float = 0.0
 
 
 @dataclass
 class TokenData:
-    """N sampled tokens. `ref` and `rollout` are log-probabilities of the reference and engine."""
+    """N sampled tokens, each field [N].
+
+    `old` and `ref` are log-probabilities, `tis` importance weights, `sequence_log_ratio` the mean
+    of log_probs - old over the token's trajectory (then the ratio is that of the sequence),
+    `entropy` that of the distribution which the token was drawn from, with gradients.
+    """
 
     advantages: torch.Tensor
     weights: torch.Tensor
     old: torch.Tensor
-    rollout: torch.Tensor
-    ref: torch.Tensor | None
+    ref: torch.Tensor | None = None
+    tis: torch.Tensor | None = None
+    sequence_log_ratio: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
 
 
 def token_weights(
-    aggregation: Literal["trajectory", "token"], trajectory_tokens: list[int]
+    aggregation: Aggregation, trajectory_tokens: list[int], constant: int | None = None
 ) -> list[float]:
     """Weight of a sampled token of each trajectory, given the sampled tokens of all of a batch.
 
     "trajectory": mean per trajectory, then over trajectories: 1 / (G * S_r) with G trajectories
-    (those without a sampled token count too). "token": 1 / sum(S_r).
+    (those without a sampled token count too; GRPO, arXiv 2402.03300). "token": 1 / sum(S_r)
+    (DAPO, arXiv 2503.14476). "constant": 1 / (G * constant) (Dr. GRPO, arXiv 2503.20783).
     """
+    count = len(trajectory_tokens)
     if aggregation == "token":
-        return [1.0 / max(1, sum(trajectory_tokens))] * len(trajectory_tokens)
-    return [1.0 / (len(trajectory_tokens) * max(1, size)) for size in trajectory_tokens]
+        return [1.0 / max(1, sum(trajectory_tokens))] * count
+    if aggregation == "constant":
+        assert constant is not None
+        return [1.0 / (count * constant)] * count
+    return [1.0 / (count * max(1, size)) for size in trajectory_tokens]
 
 
-def kl_estimate(log_probs: torch.Tensor, ref: torch.Tensor, kind: KLType) -> torch.Tensor:
-    """Per-token estimate of KL(policy || reference) with x = log_probs - ref.
+def log_ratios(log_probs: torch.Tensor, data: TokenData) -> torch.Tensor:
+    """log rho [N]: of each token, or of its sequence (GSPO, arXiv 2507.18071, equation 14).
 
-    k1: x; k2: x^2 / 2; k3: exp(-x) - 1 + x (http://joschu.net/blog/kl-approx.html); low_var_kl:
-    k3 with x held to +-20 in the exponent and the result to +-10.
+    There the value is that of the whole trajectory and the gradient goes through the token. With
+    weights of 1 / (G * S_r) the sum over a trajectory is the loss and gradient of GSPO's sequence
+    ratio, wherever the tokens of the trajectory are.
     """
-    x = log_probs - ref
-    if kind == "k1":
-        return x
-    if kind == "k2":
-        return x * x / 2
-    if kind == "k3":
-        return torch.exp(-x) - 1 + x
-    bounded = (-x).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return (bounded.exp() - 1 - bounded).clamp(-MAX_LOW_VAR_KL, MAX_LOW_VAR_KL)
+    if data.sequence_log_ratio is None:
+        return log_probs - data.old
+    return data.sequence_log_ratio + (log_probs - log_probs.detach())
 
 
-def policy_terms(
-    log_probs: torch.Tensor, data: TokenData, settings: LossSettings
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(loss per token, 1 where the clip is active), both [N].
+@dataclass
+class PolicyTerms:
+    """Per token: the loss, the ratio, and where the clip and the dual clip are active."""
 
-    With rho = exp(log_probs - old): max(-rho A, -clip(rho, 1 - low, 1 + high) A) (PPO, arXiv
+    loss: torch.Tensor
+    ratio: torch.Tensor
+    clipped: torch.Tensor
+    dual_clipped: torch.Tensor
+
+
+def policy_terms(log_probs: torch.Tensor, data: TokenData, settings: LossSettings) -> PolicyTerms:
+    """max(-rho A, -clip(rho, 1 - low, 1 + high) A) with rho = exp(log_probs - old) (PPO, arXiv
     1707.06347; asymmetric bounds: DAPO, arXiv 2503.14476); where A < 0 at most -c A with a dual
-    clip c (arXiv 1912.09729). TIS multiplies by min(exp(old - rollout), limit).
+    clip c (arXiv 1912.09729). Importance weights, which are constants, multiply it.
     """
-    log_ratio = (log_probs - data.old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = log_ratio.exp()
+    ratio = bounded_exp(log_ratios(log_probs, data))
     plain = -ratio * data.advantages
-    clipped = -ratio.clamp(1 - settings.eps_low, 1 + settings.eps_high) * data.advantages
-    loss = torch.maximum(plain, clipped)
+    held = -ratio.clamp(1 - settings.eps_low, 1 + settings.eps_high) * data.advantages
+    loss = torch.maximum(plain, held)
+    dual_clipped = torch.zeros_like(loss, dtype=torch.bool)
     if settings.dual_clip is not None:
-        bounded = torch.minimum(loss, -settings.dual_clip * data.advantages)
-        loss = torch.where(data.advantages < 0, bounded, loss)
-    if settings.tis_clip is not None:
-        loss = loss * importance_weights(data.old, data.rollout, settings.tis_clip)
-    return loss, (clipped > plain).float()
-
-
-def importance_weights(old: torch.Tensor, rollout: torch.Tensor, limit: float) -> torch.Tensor:
-    """Truncated importance weights min(exp(old - rollout), limit) of the engine's samples."""
-    return (old - rollout).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().clamp(max=limit)
+        limit = -settings.dual_clip * data.advantages
+        dual_clipped = (data.advantages < 0) & (loss > limit)
+        loss = torch.where(data.advantages < 0, torch.minimum(loss, limit), loss)
+    if data.tis is not None:
+        loss = loss * data.tis
+    return PolicyTerms(loss, ratio, held > plain, dual_clipped)
 
 
 def policy_loss(
@@ -101,25 +123,41 @@ def policy_loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Weighted sum of the loss over the tokens, and sums of metrics (detached) with equal weights.
 
-    A non-finite input gives a non-finite loss; nothing is replaced in silence.
+    The loss is `pg_loss + kl_coef * kl_loss - entropy_coef * entropy_loss`. A non-finite input
+    gives a non-finite loss; nothing is replaced in silence.
     """
-    terms, clipped = policy_terms(log_probs, data, settings)
-    pg_loss = (terms * data.weights).sum()
+    terms = policy_terms(log_probs, data, settings)
+    pg_loss = (terms.loss * data.weights).sum()
     loss = pg_loss
-    with torch.no_grad():
-        log_ratio = log_probs - data.old
-        sums = {
-            "pg_loss": pg_loss.detach(),
-            "clip_fraction": (clipped * data.weights).sum(),
-            "ratio": (log_ratio.exp() * data.weights).sum(),
-            "approx_kl": ((log_ratio.exp() - 1 - log_ratio) * data.weights).sum(),
-        }
-        if settings.tis_clip is not None:
-            weights = importance_weights(data.old, data.rollout, settings.tis_clip)
-            sums["tis_weight"] = (weights * data.weights).sum()
+    sums = {"pg_loss": pg_loss.detach(), **_clip_sums(log_probs, terms, data)}
     if data.ref is not None:
-        kl = (kl_estimate(log_probs, data.ref, settings.kl_type) * data.weights).sum()
-        sums["kl_loss"] = kl.detach()
-        loss = loss + settings.kl_coef * kl
+        kl = kl_estimate(log_probs, data.ref, settings.kl_type)
+        if settings.unbiased_kl:
+            kl = kl * bounded_exp(log_probs - data.old)
+        kl_loss = (kl * data.weights).sum()
+        sums["kl_loss"] = kl_loss.detach()
+        loss = loss + settings.kl_coef * kl_loss
+    if data.entropy is not None:
+        entropy_loss = (data.entropy * data.weights).sum()
+        sums["entropy_loss"] = entropy_loss.detach()
+        loss = loss - settings.entropy_coef * entropy_loss
     sums["loss"] = loss.detach()
     return loss, sums
+
+
+@torch.no_grad()
+def _clip_sums(
+    log_probs: torch.Tensor, terms: PolicyTerms, data: TokenData
+) -> dict[str, torch.Tensor]:
+    """Shares of clipped tokens, the mean ratio, and KL(old || current) as k1 and k3."""
+    change = log_probs - data.old
+    values = {
+        "pg_clipfrac": terms.clipped.float(),
+        "pg_clipfrac_low": (terms.clipped & (data.advantages < 0)).float(),
+        "pg_clipfrac_high": (terms.clipped & (data.advantages > 0)).float(),
+        "pg_clipfrac_dual": terms.dual_clipped.float(),
+        "ratio": terms.ratio,
+        "ppo_kl": -change,
+        "ppo_kl_k3": change.exp() - 1 - change,
+    }
+    return {name: (value * data.weights).sum() for name, value in values.items()}

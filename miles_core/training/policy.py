@@ -14,7 +14,11 @@ import torch.distributed as dist
 from miles_core.modeling import dist_state, parallel
 from miles_core.modeling.gpt import build_model
 from miles_core.modeling.hf_config import ModelSpec
-from miles_core.modeling.log_probs import log_probs_and_entropy, token_log_probs
+from miles_core.modeling.log_probs import (
+    log_probs_and_entropy,
+    token_log_probs,
+    token_log_probs_and_entropy,
+)
 from miles_core.modeling.optim import AdamSettings, Optimizer
 from miles_core.training.batch import Packed, TrainSample
 from miles_core.training.config import TrainerConfig
@@ -157,7 +161,7 @@ class Policy:
         bad: list[str] = []
         for packed in _full(micro_batches, self.device):
             logits = self.model.packed_logits(packed.tokens, packed.lengths, packed.rows)
-            log_probs = token_log_probs(logits, packed.targets, self.config.temperature)
+            log_probs = self._log_probs(logits, packed)
             packed.keep("current", log_probs)
             share, sums = loss(log_probs, packed)
             share.backward()
@@ -174,6 +178,15 @@ class Policy:
             self._refuse(update)
         self.optimizer.zero_grad()
         return update
+
+    def _log_probs(self, logits: torch.Tensor, packed: Packed) -> torch.Tensor:
+        """Of the sampled tokens; `packed.entropy` is filled when the loss uses it."""
+        if self.config.entropy_coef == 0:
+            return token_log_probs(logits, packed.targets, self.config.temperature)
+        log_probs, packed.entropy = token_log_probs_and_entropy(
+            logits, packed.targets, self.config.temperature
+        )
+        return log_probs
 
     def _problems(self, update: Update, bad: list[str]) -> list[str]:
         problems = []

@@ -66,11 +66,11 @@ class TrainerWorker:
             raise FileNotFoundError(
                 f"{load} is not a torch_dist directory; convert the model first"
             )
-        if ref_load is None and self._config.kl_loss_coef > 0:
-            raise ValueError("kl_loss_coef is above 0, so the trainer needs ref_load")
+        if ref_load is None and self._config.needs_reference:
+            raise ValueError("kl_loss_coef or kl_coef is above 0, so the trainer needs ref_load")
         policy = self._build(Path(load) / HF_DIR)
         policy.load(load)
-        if ref_load is not None and self._config.kl_loss_coef > 0:
+        if ref_load is not None and self._config.needs_reference:
             policy.load_reference(ref_load)
         state_file = Path(load) / STATE_FILE
         state = json.loads(state_file.read_text()) if state_file.is_file() else None
@@ -101,7 +101,7 @@ class TrainerWorker:
         step or a sample that does not fit, NonFiniteError after too many refused updates.
         """
         started = time.perf_counter()
-        batch = load_rollout(rollout_path, self._config.grpo_std_normalization)
+        batch = load_rollout(rollout_path)
         if batch.step != step:
             raise ValueError(f"{rollout_path} holds step {batch.step}, not {step}")
         work = GrpoStep(self.policy, self._layout, batch)

@@ -6,15 +6,12 @@ import random
 import pytest
 import torch
 
-from miles_core.training.losses import (
-    LossSettings,
-    TokenData,
-    kl_estimate,
-    policy_loss,
-    token_weights,
-)
+from miles_core.training.importance import ImportanceSettings, importance_weights
+from miles_core.training.kl import kl_estimate
+from miles_core.training.losses import LossSettings, TokenData, policy_loss, token_weights
 
 SIZES = [3, 5, 0, 2]
+TIS = ImportanceSettings("tis", "token", high=1.2)
 
 
 def plain_kl(logp: float, ref: float, kind: str) -> float:
@@ -32,8 +29,7 @@ def plain_token(p: float, old: float, rollout: float, a: float, s: LossSettings)
     gain = min(ratio * a, held * a)
     if s.dual_clip is not None and a < 0:
         gain = max(gain, s.dual_clip * a)
-    factor = 1.0 if s.tis_clip is None else min(math.exp(old - rollout), s.tis_clip)
-    return -gain * factor
+    return -gain * min(math.exp(old - rollout), TIS.high)
 
 
 def batch(seed: int) -> tuple[list[list[tuple[float, ...]]], list[float]]:
@@ -60,11 +56,11 @@ def plain_loss(seed: int, s: LossSettings, aggregation: str) -> float:
 @pytest.mark.parametrize(
     "settings",
     [
-        LossSettings(0.2, 0.28, None, 0.0, "k1", None),
-        LossSettings(0.2, 0.28, None, 0.3, "low_var_kl", None),
-        LossSettings(0.2, 0.2, 1.5, 0.1, "k3", 2.0),
-        LossSettings(0.1, 0.4, 3.0, 0.7, "k2", 1.2),
-        LossSettings(0.1, 0.4, 3.0, 0.7, "k1", 1.2),
+        LossSettings(0.2, 0.28, None, 0.0, "k1"),
+        LossSettings(0.2, 0.28, None, 0.3, "low_var_kl"),
+        LossSettings(0.2, 0.2, 1.5, 0.1, "k3"),
+        LossSettings(0.1, 0.4, 3.0, 0.7, "k2"),
+        LossSettings(0.1, 0.4, 3.0, 0.7, "k1"),
     ],
 )
 def test_loss_and_gradient_match_the_plain_one(settings: LossSettings, aggregation: str) -> None:
@@ -78,8 +74,8 @@ def test_loss_and_gradient_match_the_plain_one(settings: LossSettings, aggregati
             advantages=torch.tensor([advantages[i] for i in spread], dtype=torch.float64),
             weights=torch.tensor([weights[i] for i in spread], dtype=torch.float64),
             old=flat[:, 1],
-            rollout=flat[:, 2],
             ref=flat[:, 3],
+            tis=importance_weights(flat[:, 1] - flat[:, 2], TIS),
         )
         loss, sums = policy_loss(logp, data, settings)
         assert loss.item() == pytest.approx(plain_loss(seed, settings, aggregation), rel=1e-9)
@@ -89,14 +85,14 @@ def test_loss_and_gradient_match_the_plain_one(settings: LossSettings, aggregati
 
 
 def test_clip_takes_the_gradient_away_on_the_good_side_only() -> None:
-    settings = LossSettings(0.2, 0.28, None, 0.0, "k1", None)
+    settings = LossSettings(0.2, 0.28)
     logp = torch.log(torch.tensor([1.5, 1.5, 0.5, 0.5])).requires_grad_()
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
     zeros, ones = torch.zeros(4), torch.ones(4)
-    loss, sums = policy_loss(logp, TokenData(advantages, ones, zeros, zeros, None), settings)
+    loss, sums = policy_loss(logp, TokenData(advantages, ones, zeros), settings)
     loss.backward()
     assert logp.grad.tolist() == pytest.approx([0.0, 1.5, -0.5, 0.0])
-    assert sums["clip_fraction"].item() == 2
+    assert [sums[f"pg_clipfrac{end}"].item() for end in ("", "_low", "_high")] == [2, 1, 1]
 
 
 def test_low_var_kl_is_bounded() -> None:
@@ -104,11 +100,14 @@ def test_low_var_kl_is_bounded() -> None:
     assert far.item() == 10.0
 
 
-def test_a_value_that_is_not_finite_is_not_hidden() -> None:
-    settings = LossSettings(0.2, 0.28, None, 0.0, "k1", 2.0)
-    one = torch.ones(1)
-    for bad in ("advantages", "old", "rollout"):
-        values = {"advantages": one, "weights": one, "old": one, "rollout": one, "ref": None}
-        values[bad] = torch.tensor([float("nan")])
-        loss, _ = policy_loss(one, TokenData(**values), settings)
-        assert not torch.isfinite(loss), bad
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("kl", ["k1", "k2", "k3", "low_var_kl"])
+def test_a_value_that_is_not_finite_is_not_hidden(bad: float, kl: str) -> None:
+    settings = LossSettings(0.2, 0.28, 3.0, 0.1, kl, True)  # type: ignore[arg-type]
+    for name in ("log_probs", "advantages", "old", "ref", "tis", "sequence_log_ratio"):
+        values = dict.fromkeys(("advantages", "weights", "old", "ref", "tis"), torch.ones(2))
+        log_probs = torch.tensor([1.0, bad]) if name == "log_probs" else torch.ones(2)
+        if name != "log_probs":
+            values[name] = torch.tensor([1.0, bad])
+        loss, _ = policy_loss(log_probs, TokenData(**values), settings)
+        assert not torch.isfinite(loss), name

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from trainer_helpers import run_ranks, single, weights
 
 OPTIONS = {"global_batch_size": 4, "eps_clip": 0.001, "max_tokens_per_gpu": 60}
-COMPARED = ("loss", "pg_loss", "kl_loss", "grad_norm", "mismatch_abs_mean", "entropy")
+COMPARED = ("loss", "pg_loss", "kl_loss", "grad_norm", "train_rollout_logprob_abs_diff", "entropy")
 
 
 def free_port() -> int:

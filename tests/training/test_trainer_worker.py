@@ -18,7 +18,7 @@ def after_training(base: Path, rollout: Path, steps: int = 2, **changes: object)
         return metrics, weights(worker)
 
 
-COMPARED = ("loss", "pg_loss", "kl_loss", "grad_norm", "mismatch_abs_mean", "entropy")
+COMPARED = ("loss", "pg_loss", "kl_loss", "grad_norm", "train_rollout_logprob_abs_diff", "entropy")
 
 
 def assert_same(one: tuple, other: tuple) -> None:
@@ -66,7 +66,7 @@ def test_dump_holds_the_log_probabilities_of_the_old_weights(
             assert not got[~mask].any()
         differences.append((want - sample["rollout_logprobs"][1:])[mask[1:]].abs())
     assert len(samples) == 16 and {s["trial_id"] for s in samples} >= {"g0-m0", "g1-m3"}
-    assert metrics["mismatch_abs_mean"] == pytest.approx(
+    assert metrics["train_rollout_logprob_abs_diff"] == pytest.approx(
         torch.cat(differences).mean().item(), rel=1e-3
     )
 

@@ -1,0 +1,103 @@
+"""Combinations of the algorithm's options that make no sense, each with the reason."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from miles_core.config.schema import TrainingConfig
+
+
+def algorithm_errors(training: TrainingConfig, group_size: int) -> list[str]:
+    """Every violated rule, as one line for a person; `group_size` trajectories share a prompt."""
+    return [
+        *_estimator_errors(training, group_size),
+        *_kl_errors(training),
+        *_aggregation_errors(training),
+        *_importance_errors(training),
+    ]
+
+
+def _estimator_errors(training: TrainingConfig, group_size: int) -> list[str]:
+    errors = []
+    estimator = training.advantage_estimator
+    if group_size == 1 and estimator != "reinforce_plus_plus":
+        errors.append(
+            f"rollout.n_samples_per_prompt: with 1, {estimator} compares a trajectory with itself "
+            "and every advantage is zero; set --n-samples-per-prompt to at least 2, or "
+            "--advantage-estimator reinforce_plus_plus"
+        )
+    if not training.grpo_std_normalization and estimator not in ("grpo", "gspo"):
+        errors.append(
+            f"training.grpo_std_normalization: {estimator} never divides by the group's standard "
+            "deviation, so false has no effect; leave it out"
+        )
+    return errors
+
+
+def _kl_errors(training: TrainingConfig) -> list[str]:
+    errors = []
+    if training.kl_loss_coef > 0 and training.kl_coef > 0:
+        errors.append(
+            "training.kl_coef: the KL to the reference is either in the loss or in the reward; "
+            "set --kl-loss-coef 0 or --kl-coef 0"
+        )
+    if training.use_unbiased_kl and training.kl_loss_coef == 0:
+        errors.append(
+            "training.use_unbiased_kl: it changes the KL in the loss, and kl_loss_coef is 0; set "
+            "--kl-loss-coef or leave it out"
+        )
+    if training.kl_loss_type == "k1" and training.kl_loss_coef > 0 and not training.use_unbiased_kl:
+        errors.append(
+            "training.kl_loss_type: as a loss k1 has a gradient whose expectation is zero, so it "
+            "would not hold the policy to the reference; set --kl-loss-type k2, k3 or low_var_kl, "
+            "or --use-unbiased-kl true"
+        )
+    return errors
+
+
+def _aggregation_errors(training: TrainingConfig) -> list[str]:
+    constant = training.loss_constant_length is not None
+    if constant != (training.loss_aggregation == "constant"):
+        return [
+            "training.loss_constant_length: the aggregation 'constant' needs it and no other uses "
+            "it; set --loss-aggregation constant and --loss-constant-length, or neither"
+        ]
+    return []
+
+
+def _importance_errors(training: TrainingConfig) -> list[str]:
+    if not training.use_tis:
+        changed = [
+            name
+            for name in ("tis_mode", "tis_level", "tis_clip", "tis_clip_low")
+            if getattr(training, name) != type(training).model_fields[name].default
+        ]
+        return [
+            f"training.{name}: it has no effect without importance weights; set --use-tis true or "
+            "leave it out"
+            for name in changed
+        ]
+    errors = []
+    if training.tis_clip_low >= training.tis_clip:
+        errors.append(
+            f"training.tis_clip_low: {training.tis_clip_low:g} must be below tis_clip "
+            f"({training.tis_clip:g})"
+        )
+    if training.tis_mode == "icepop":
+        if training.tis_level != "token":
+            errors.append(
+                f"training.tis_level: icepop masks single tokens, not by {training.tis_level}; set "
+                "--tis-level token or --tis-mode mis"
+            )
+        if training.tis_clip_low == 0:
+            errors.append(
+                "training.tis_clip_low: icepop masks on both sides and needs a lower bound; set "
+                "--tis-clip-low (its authors use 0.5, with --tis-clip 5) or --tis-mode mis"
+            )
+    if training.tis_clip < 1 or training.tis_clip_low > 1:
+        errors.append(
+            f"training.tis_clip: the bounds {training.tis_clip_low:g} to {training.tis_clip:g} "
+            "leave out 1, the weight where engine and trainer agree"
+        )
+    return errors
