@@ -58,13 +58,18 @@ def seal(directory: Path, **about: Any) -> None:
     write_durably(directory / MANIFEST_FILE, json.dumps({**about, "files": entries}, indent=1))
 
 
+def _is_entry(value: Any) -> bool:
+    return isinstance(value, dict) and {"size", "sha256"} <= value.keys()
+
+
 def read(directory: Path) -> dict[str, Any] | None:
     """The manifest, or None when there is none that can be read."""
     try:
         manifest = json.loads((directory / MANIFEST_FILE).read_text())
     except (OSError, ValueError):
         return None
-    valid = isinstance(manifest, dict) and isinstance(manifest.get("files"), dict)
+    files = manifest.get("files") if isinstance(manifest, dict) else None
+    valid = isinstance(files, dict) and all(_is_entry(entry) for entry in files.values())
     return manifest if valid else None
 
 
@@ -75,15 +80,23 @@ def verify(directory: Path) -> str | None:
         return f"{MANIFEST_FILE} is missing or unreadable"
     present = _files(directory)
     for name, entry in manifest["files"].items():
-        path = present.get(name)
-        if path is None:
-            return f"{name} is missing"
+        problem = _fault(present.get(name), entry)
+        if problem is not None:
+            return f"{name} {problem}"
+    return None
+
+
+def _fault(path: Path | None, entry: dict[str, Any]) -> str | None:
+    """What is wrong with a file, to follow its name."""
+    if path is None:
+        return "is missing"
+    try:
         size = path.stat().st_size
         if size != entry["size"]:
-            return f"{name} has {size} bytes, not {entry['size']}"
-        if digest(path) != entry["sha256"]:
-            return f"{name} was changed"
-    return None
+            return f"has {size} bytes, not {entry['size']}"
+        return None if digest(path) == entry["sha256"] else "was changed"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
 
 
 def put_in_place(temporary: Path, target: Path) -> None:

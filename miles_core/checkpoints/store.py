@@ -16,6 +16,7 @@ from typing import Any
 
 from miles_core.checkpoints import manifest
 from miles_core.checkpoints.layout import STATE_FILE, TRACKER_FILE
+from miles_core.errors import UserError
 
 _NAME = re.compile(r"^iter_(\d{7,})$")
 _LEFTOVER = (".tmp-iter_", ".old-iter_")
@@ -49,7 +50,9 @@ def begin(root: str | Path, iteration: int) -> Path:
     One process at a time may save under `root`.
     """
     root = Path(root)
-    root.mkdir(parents=True, exist_ok=True)
+    if not root.is_dir():
+        root.mkdir(parents=True)
+        manifest.sync(root.parent)
     for path in root.iterdir():
         if path.name.startswith(_LEFTOVER):
             shutil.rmtree(path)
@@ -75,20 +78,33 @@ def publish(tmp: Path, root: str | Path, iteration: int, state: dict[str, Any], 
     others = [path for number, path in _published(root) if path != target]
     older = [path for path in others if path.name < target.name]
     for path in older[keep - 1 :]:
-        shutil.rmtree(path)
+        _remove(path)
     return target
+
+
+def _remove(path: Path) -> None:
+    """Take its name away first: a crash leaves no checkpoint that is half there."""
+    doomed = path.with_name(f".old-{path.name}-{uuid.uuid4().hex[:8]}")
+    path.rename(doomed)
+    shutil.rmtree(doomed)
 
 
 def verify(directory: str | Path) -> str | None:
     """What is wrong with a checkpoint, or None when it is complete and unchanged."""
-    return manifest.verify(Path(directory))
+    directory = Path(directory)
+    match = _NAME.match(directory.name)
+    about = manifest.read(directory)
+    if match and about is not None and about.get("iteration") != int(match[1]):
+        return f"its manifest is of iteration {about.get('iteration')}"
+    return manifest.verify(directory)
 
 
 def latest(root: str | Path) -> Checkpoint | None:
-    """The newest checkpoint whose manifest verifies, or None when there is none.
+    """The newest checkpoint whose manifest verifies, or None when nothing was ever saved.
 
     Newer ones that do not are named in `passed_over`. The directories decide, not the tracker: a
-    crash may fall between the two.
+    crash may fall between the two. Raises UserError when there are checkpoints but none is whole:
+    whether to begin anew is then not for a program to say.
     """
     passed_over: list[str] = []
     for iteration, path in _published(Path(root)):
@@ -97,4 +113,9 @@ def latest(root: str | Path) -> Checkpoint | None:
             state = json.loads((path / STATE_FILE).read_text())
             return Checkpoint(path, iteration, state, passed_over)
         passed_over.append(f"{path.name}: {problem}")
+    if passed_over:
+        raise UserError(
+            f"no checkpoint in {root} is whole: {'; '.join(passed_over)}",
+            "Restore one of them from a copy, or move the folder away to begin anew.",
+        )
     return None
