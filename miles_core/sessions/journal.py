@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import struct
 import zlib
@@ -24,6 +25,8 @@ from miles_core.sessions.messages import Message, ToolCall
 from miles_core.sessions.protocol import EndReason, SessionRequest
 from miles_core.sessions.tree import Tree, Turn
 
+log = logging.getLogger("miles.sessions")
+
 SUFFIX = ".session"
 _LENGTHS = struct.Struct("<II")
 _CHECKSUM = struct.Struct("<I")
@@ -37,6 +40,11 @@ class Stored:
     request: SessionRequest
     tree: Tree
     end_reason: EndReason | None = None
+    damaged: bool = False
+
+
+class Damaged(Exception):
+    """A frame is whole, but not as it was written."""
 
 
 @dataclass(frozen=True)
@@ -75,26 +83,31 @@ class Journal:
             start = file.seek(0, os.SEEK_END)
             try:
                 if file.write(frame) != len(frame):
-                    raise OSError(errno.ENOSPC, "the frame was not written whole")
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except OSError:
                 file.truncate(start)
                 raise
         return start + len(frame)
 
     def read(self) -> Stored:
-        """All that was written. Raises ValueError for a file that begins with no session."""
+        """All that was written, or up to a damage, after which the session counts as failed.
+
+        Raises ValueError for a file that begins with no session.
+        """
         frames = self._frames()
-        _, first, _ = next(frames, (0, {}, b""))
+        try:
+            _, first, _ = next(frames, (0, {}, b""))
+        except Damaged as error:
+            raise ValueError(f"{self.path} is damaged") from error
         if "request" not in first:
             raise ValueError(f"{self.path} is no session")
         stored = Stored(SessionRequest.model_validate(first["request"]), Tree())
-        for start, head, body in frames:
-            if "turn" in head:
-                stored.tree.add(_turn(stored.tree, head, body, start))
-            elif "unseen" in head:
-                stored.tree.turns[head["unseen"]].unseen = True
-            else:
-                stored.end_reason = head["end_reason"]
+        try:
+            for start, head, body in frames:
+                _take(stored, start, head, body)
+        except Damaged:
+            log.error("%s is damaged after %d turns", self.path, len(stored.tree.turns))
+            stored.damaged, stored.end_reason = True, "session_failed"
         return stored
 
     def _frames(self) -> Iterator[tuple[int, dict[str, Any], bytes]]:
@@ -104,8 +117,10 @@ class Journal:
                 checksum = file.read(_CHECKSUM.size)
                 head_length, length = _LENGTHS.unpack(lengths)
                 content = file.read(length)
-                if len(content) != length or _checksum(lengths, content) != checksum:
+                if len(content) != length:
                     return
+                if _checksum(lengths, content) != checksum:
+                    raise Damaged
                 body = content[head_length:]
                 yield file.tell() - len(body), json.loads(content[:head_length]), body
 
@@ -118,6 +133,15 @@ class Journal:
     def remove(self) -> None:
         """Delete the file; one that is gone is no error."""
         self.path.unlink(missing_ok=True)
+
+
+def _take(stored: Stored, start: int, head: dict[str, Any], body: bytes) -> None:
+    if "turn" in head:
+        stored.tree.add(_turn(stored.tree, head, body, start))
+    elif "unseen" in head:
+        stored.tree.turns[head["unseen"]].unseen = True
+    else:
+        stored.end_reason = head["end_reason"]
 
 
 def _pack(head: dict[str, Any], body: bytes) -> bytes:

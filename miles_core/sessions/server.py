@@ -24,7 +24,7 @@ from miles_core.sessions.chat import ChatService
 from miles_core.sessions.engine_call import EngineCaller
 from miles_core.sessions.families import ChatFamily, load_family
 from miles_core.sessions.parsers.sglang import Parse, sglang_parser
-from miles_core.sessions.store import Limits, SessionStore
+from miles_core.sessions.store import Limits, SessionStore, locked
 
 log = logging.getLogger("miles.sessions")
 
@@ -49,7 +49,7 @@ def serve(args: argparse.Namespace) -> None:
     sock = bind(args.host, args.port)
     family = load_family(args.tokenizer, args.chat_family)
     log.info("chat family %s, stop tokens %s", family.name, family.stop_token_ids)
-    with _spill_dir(args.spill_dir) as directory:
+    with _spill_dir(args.spill_dir) as directory, locked(directory):
         store = SessionStore(directory, Limits(args.spill_after, args.session_timeout))
         engine = EngineCaller(args.engine_url, args.engine_timeout)
         chat = ChatService(family, _parser(family, args.parsers), engine, store)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import logging
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from miles_core.errors import UserError
 from miles_core.sessions.errors import ApiError, session_gone
-from miles_core.sessions.journal import SUFFIX, Journal
+from miles_core.sessions.journal import SUFFIX, Journal, Stored
 from miles_core.sessions.protocol import EndReason, SessionRequest
 from miles_core.sessions.session import Session, session_key
-from miles_core.sessions.tree import Tree
+
+LOCK = "lock"
 
 log = logging.getLogger("miles.sessions")
 
@@ -24,6 +29,27 @@ class Limits:
 
     spill_s: float
     expiry_s: float
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """While this process alone works in a folder. Raises UserError when another one does."""
+    descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "another process"
+        os.close(descriptor)
+        raise UserError(
+            f"--spill-dir {directory}: the session server of process {holder} works in it",
+            "Give each server a folder of its own.",
+        ) from error
+    try:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 class SessionStore:
@@ -37,7 +63,7 @@ class SessionStore:
         self._directory = directory
         self._limits = limits
         self._sessions: dict[str, Session] = {}
-        self._loading: dict[str, asyncio.Task[Tree]] = {}
+        self._loading: dict[str, asyncio.Task[Stored]] = {}
         self._lost = {path.stem: time.monotonic() for path in directory.glob(f"*{SUFFIX}")}
 
     def __len__(self) -> int:
@@ -90,14 +116,18 @@ class SessionStore:
         """Bring a spilled tree back; requests that come together share one reading."""
         task = self._loading.get(session.key)
         if task is None:
-            task = asyncio.create_task(asyncio.to_thread(_read_tree, self.journal(session)))
+            task = asyncio.create_task(asyncio.to_thread(self.journal(session).read))
             self._loading[session.key] = task
         try:
-            tree = await asyncio.shield(task)
+            stored = await asyncio.shield(task)
+        except (OSError, ValueError) as error:
+            raise session_gone() from error
         finally:
             self._loading.pop(session.key, None)
         if session.loaded is None:
-            session.loaded = tree
+            session.loaded = stored.tree
+            session.lost = session.lost or stored.damaged
+            session.end_reason = stored.end_reason
 
     def end(self, session: Session, reason: EndReason | None) -> None:
         """Note why a call of a session was refused; None: a call was answered."""
@@ -144,10 +174,6 @@ class SessionStore:
             if now - since > self._limits.expiry_s:
                 del self._lost[key]
                 Journal(self._directory / f"{key}{SUFFIX}").remove()
-
-
-def _read_tree(journal: Journal) -> Tree:
-    return journal.read().tree
 
 
 def _restore(journal: Journal, session_id: str) -> Session:

@@ -82,11 +82,11 @@ def test_an_unused_session_ends(
     more = ("--session-timeout", "1", "--spill-dir", str(kept))
     with session_server(tokenizer_dir, engine.url, tmp_path, *more) as url:
         agent = Agent(url, http)
-        assert len(list(kept.iterdir())) == 1
+        assert len(list(kept.glob("*.session"))) == 1
         until(lambda: health(http, url)["sessions"] == 0)
         assert agent.ask([USER]).status_code == 404
         assert agent.ask([USER]).json()["error"]["code"] == "session_not_found"
-        assert list(kept.iterdir()) == []
+        assert list(kept.glob("*.session")) == []
 
 
 @contextlib.contextmanager
@@ -133,7 +133,7 @@ def test_a_server_that_dies_loses_no_turn_and_its_sessions_can_only_be_read(
         process.send_signal(signal.SIGKILL)
         process.wait(20)
         running.join(20)
-    names = [path.name for path in (tmp_path / "kept").iterdir()]
+    names = [path.name for path in (tmp_path / "kept").glob("*.session")]
     assert len(names) == 4 and not any(done.id in name for name in names)
     assert all(path.stat().st_mode & 0o077 == 0 for path in (tmp_path / "kept").iterdir())
     port = int(url.rpartition(":")[2])
@@ -147,7 +147,7 @@ def test_a_server_that_dies_loses_no_turn_and_its_sessions_can_only_be_read(
         assert live.samples()["end_reason"] == "session_failed"
         assert live.samples()["samples"] == before[1]["samples"]
         assert [agent.delete() for agent in (done, live, refused, unused)] == [204] * 4
-        assert list((tmp_path / "kept").iterdir()) == []
+        assert list((tmp_path / "kept").glob("*.session")) == []
 
 
 def _ignore(agent: Agent, answer: dict[str, object]) -> None:
@@ -205,10 +205,41 @@ def test_a_journal_that_was_cut_off_gives_every_whole_turn(tmp_path: Path, damag
         flipped = bytes([whole[at] ^ 1]) + whole[at + 1 :]
         journal.path.write_bytes(whole[:at] + (b"" if damage == "cut" else flipped))
         complete = sum(length <= at for length in lengths) - 1
-        assert len(journal.read().tree.turns) == complete, at
+        stored = journal.read()
+        assert len(stored.tree.turns) == complete, at
+        # What was cut off was answered to nobody; what is damaged may have been.
+        assert stored.damaged == (stored.end_reason == "session_failed")
+        assert not (damage == "cut" and stored.damaged)
     journal.path.write_bytes(whole[: lengths[0] - 1])
     with pytest.raises(ValueError, match="is no session"):
         journal.read()
+    journal.path.write_bytes(whole[:20] + bytes([whole[20] ^ 1]) + whole[21:])
+    with pytest.raises(ValueError, match="is damaged"):
+        journal.read()
+
+
+def test_a_damaged_turn_is_not_passed_over_in_silence(tmp_path: Path) -> None:
+    journal, lengths = make_journal(tmp_path)
+    whole = journal.path.read_bytes()
+    at = lengths[1] + 30
+    journal.path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    stored = journal.read()
+    assert len(stored.tree.turns) == 1
+    assert stored.damaged and stored.end_reason == "session_failed"
+
+
+def test_a_folder_has_one_server(
+    tokenizer_dir: Path, engine: ScriptedEngine, http: httpx.Client, tmp_path: Path
+) -> None:
+    kept = ("--spill-dir", str(tmp_path / "kept"))
+    with session_server(tokenizer_dir, engine.url, tmp_path, *kept) as url:
+        agent = Agent(url, http)
+        command = server_command(tokenizer_dir, engine.url, *kept)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2 and "works in it" in done.stderr, done.stderr
+        assert agent.samples()["samples"] == []
+    with session_server(tokenizer_dir, engine.url, tmp_path, *kept) as url:
+        assert health(http, url)["sessions"] == 1, "the end of the first one frees it"
 
 
 def test_a_full_disk_refuses_the_call_and_leaves_the_journal_sound(
@@ -223,7 +254,7 @@ def test_a_full_disk_refuses_the_call_and_leaves_the_journal_sound(
         agent = Agent(url, http)
         engine.script = [family.render_output(m) for m in (CALL, DONE)]
         first = agent.message([USER])
-        (path,) = kept.iterdir()
+        (path,) = kept.glob("*.session")
         moved = path.rename(tmp_path / "moved")
         response = agent.ask([USER, first, OBSERVED])
         assert response.status_code == 503

@@ -147,7 +147,7 @@ def test_calls_that_run_when_the_server_is_told_to_end_get_a_typed_error(
         process.wait()
     assert answers[0].status_code == 410
     assert answers[0].json()["error"]["code"] == "session_lost"
-    (path,) = kept.iterdir()
+    (path,) = kept.glob("*.session")
     assert b'"session_failed"' in path.read_bytes()
 
 
