@@ -82,6 +82,15 @@ class ChatTokenizer:
             if count > limit:
                 raise TooManyTokens(count)
 
+    def encode_after(self, before: str, text: str, limit: int | None = None) -> list[int]:
+        """As `encode`, of a `text` that follows `before`.
+
+        Some tokenizers put a space before a text that stands alone, or let a token take the white
+        space after it.
+        """
+        head, ids = self.encode(before), self.encode(before + text, limit)
+        return ids[len(head) :] if ids[: len(head)] == head else self.encode(text)
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, special tokens included; bytes that are no UTF-8 become U+FFFD."""
         return self._tokenizer.decode_batch([list(ids)], skip_special_tokens=False)[0]

@@ -149,13 +149,17 @@ def fitting(tokenizer: ChatTokenizer) -> list[Notation]:
     ]
 
 
-def drawn_probes() -> dict[str, Conversation]:
-    """Generated conversations, up to each point at which the model is asked."""
+def drawn_probes(template: OwnTemplate) -> dict[str, Conversation]:
+    """Generated conversations, up to each point at which the model is asked.
+
+    The last ones are about the texts that the template looks for.
+    """
+    drawn = Writer(_PROOF_SEED).conversations(_DETECTION) + about(literals(template))
     return {
         f"generated conversation {number}, up to message {end - 1}": Conversation(
             conversation.messages[:end], conversation.tools
         )
-        for number, conversation in enumerate(Writer(_PROOF_SEED).conversations(_DETECTION))
+        for number, conversation in enumerate(drawn)
         for end in (*conversation.answers(), len(conversation.messages))
         if conversation.messages[end - 1].role != "assistant"
     }
@@ -171,7 +175,7 @@ def detect(tokenizer: ChatTokenizer) -> Notation:
     results = [(candidate, compare(candidate, template, with_tools)) for candidate in candidates]
     misfits = [result for _, result in results if isinstance(result, Misfit)]
     matches = [(equal, c) for c, equal in results if isinstance(equal, int) and equal]
-    drawn = drawn_probes() if matches else {}
+    drawn = drawn_probes(template) if matches else {}
     for _, candidate in sorted(matches, key=lambda match: match[0], reverse=True):
         result = compare(candidate, template, with_tools, drawn)
         if isinstance(result, int):

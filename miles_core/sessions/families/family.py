@@ -79,7 +79,7 @@ class ChatFamily:
         added = [parse_message(item, f"new message {i}") for i, item in enumerate(new)]
         stop = self.stop_of(output_ids)
         text = self.notation.continuation(before, stop, added, tools or ())
-        return self.tokenizer.encode(text, limit)
+        return self.tokenizer.encode_after(stop or "", text, limit)
 
     def stop_of(self, output_ids: Sequence[int]) -> str | None:
         """The stop token of the notation that sampled ids end with, if they do."""
@@ -90,7 +90,8 @@ class ChatFamily:
 
     def render_output(self, message: Any) -> list[int]:
         """The ids that a model would answer `message` (an assistant's) with, end included."""
-        return self.tokenizer.encode(self.notation.answer(parse_message(message, "message")))
+        text = self.notation.answer(parse_message(message, "message"))
+        return self.tokenizer.encode_after(f"{self.notation.stops[0]}\n", text)
 
     def text_of(self, ids: Sequence[int]) -> str:
         """The text of sampled ids without the stop token at its end."""

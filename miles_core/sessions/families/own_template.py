@@ -72,8 +72,16 @@ class TemplateNotation:
             set_to = ", ".join(f"{key}={value}" for key, value in template.variables.items())
             reason = f"the template drops reasoning once a user message follows; here {set_to}"
             self.exceptions = {**self.exceptions, "old_answer": reason}
+        self._always = self._text_of_next_answer()
         self._needs_tools = not self._writes_calls(()) and self._writes_calls((PROBE_TOOL,))
         self.reasoning = self._keeps_reasoning()
+
+    def _text_of_next_answer(self) -> str:
+        """The generation prompt of a template that writes it whether it is asked to or not."""
+        text = self.template.render([_USER])
+        if text != self.template.render([_USER], (), True):
+            return ""
+        return text[max(text.rfind(stop) + len(stop) for stop in self.stops) :]
 
     def _writes_calls(self, tools: Tools) -> bool:
         """Whether an answer's call is written where a request has these tools."""
@@ -121,7 +129,8 @@ class TemplateNotation:
         """Where the answer that `text` ends with ends, its stop token included."""
         ends = [(text.rfind(stop, after), len(stop)) for stop in self.stops]
         at, size = max(ends)
-        if at < 0 or text[at + size :].strip():
+        rest = text[at + size :]
+        if at < 0 or (rest.strip() and rest != self._always):
             raise NotAppendOnly("an answer does not end with a stop token")
         return at + size
 
@@ -170,12 +179,16 @@ def find_stops(tokenizer: ChatTokenizer, template: OwnTemplate) -> tuple[str, ..
 
     Each is the last thing of an answer that is no white space, and stands nowhere else in one.
     """
+    always = template.render([_USER]) == template.render([_USER], (), True)
     ends: dict[str, str] = {}
     for shape, message in _SHAPES.items():
         tail = _tail(template, message)
         if tail is None and ends:
             continue
-        stop = _last_token(tokenizer, tail or "")
+        # Where a generation prompt follows in any case, it is known what ends words alone.
+        if always and ends and next(iter(ends)) in (tail or ""):
+            continue
+        stop = _end_token(tokenizer, tail or "", first=always)
         if stop is None:
             raise UserError(
                 f"the chat template of {tokenizer.directory} ends an answer of {shape} with "
@@ -199,9 +212,10 @@ def _tail(template: OwnTemplate, message: Message) -> str | None:
     return tail if said else None
 
 
-def _last_token(tokenizer: ChatTokenizer, text: str) -> str | None:
-    """The token of its own that a text ends with, but for white space."""
-    for token_id in reversed(tokenizer.encode(text)):
+def _end_token(tokenizer: ChatTokenizer, text: str, first: bool) -> str | None:
+    """The token of its own that a text ends (`first`: begins) with, but for white space."""
+    ids = tokenizer.encode(text)
+    for token_id in ids if first else reversed(ids):
         if tokenizer.decode([token_id]).strip():
             return tokenizer.token_of(token_id) if tokenizer.is_added(token_id) else None
     return None

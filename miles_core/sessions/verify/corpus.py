@@ -41,6 +41,8 @@ PROPERTIES: dict[str, dict[str, Any]] = {
 }
 # What may stand between two answers, besides one user's message.
 _BETWEEN = (["user", "user"], ["system", "user"], ["user", "system"], ["system"])
+# White space around what a user or a tool says: what a command writes ends with a line break.
+_EDGES = (("", ""), ("", ""), ("", "\n"), ("", "\n"), ("  ", ""), ("\n\n", " \t"))
 NAMES = ("bash", "read_file", "search-web", "f")
 
 
@@ -122,7 +124,7 @@ class Writer:
     def conversations(self, number: int) -> list[Conversation]:
         """The plain ones first: they are the easiest to read where something is wrong."""
         kinds: list[Callable[[], Conversation]] = [
-            self.plain, self.with_tools, self.with_calls, self.any, self.any,
+            self.plain, self.with_tools, self.with_calls, self.any, self.words, self.any,
         ]  # fmt: skip
         return [kinds[i % len(kinds)]() for i in range(number)]
 
@@ -130,6 +132,11 @@ class Writer:
         """A text without white space at its ends."""
         pieces = [self._rng.choice(TEXTS) for _ in range(self._rng.choice((1, 1, 2, 3)))]
         return self._rng.choice((" ", "\n")).join(pieces).strip()
+
+    def given(self) -> str:
+        """A text of a user, a system message or a tool, often with white space at its ends."""
+        before, after = self._rng.choice(_EDGES)
+        return f"{before}{self.text()}{after}"
 
     def arguments(self, offered: bool) -> dict[str, Any]:
         """Arguments as the tools' schemas have them; only plain words where none is `offered`."""
@@ -162,36 +169,43 @@ class Writer:
     def results(self, answer: Message) -> list[Message]:
         """The results of an answer's calls."""
         return [
-            Message("tool", self._rng.choice((self.text(), "")), (), "", call.id, call.name)
+            Message("tool", self._rng.choice((self.given(), "")), (), "", call.id, call.name)
             for call in answer.tool_calls
         ]
 
     def plain(self) -> Conversation:
         """System, user, answer, user."""
-        messages = [Message("system", self.text()), Message("user", self.text()), self.answer()]
-        return Conversation((*messages, Message("user", self.text())))
+        messages = [Message("system", self.given()), Message("user", self.given()), self.answer()]
+        return Conversation((*messages, Message("user", self.given())))
+
+    def words(self) -> Conversation:
+        """Users and answers in turn, and nothing else: what every template has a form for."""
+        messages = [Message("user", self.text())]
+        for _ in range(self._rng.randint(1, 3)):
+            messages += [self.answer(), Message("user", self.given())]
+        return Conversation(tuple(messages))
 
     def with_tools(self) -> Conversation:
         """A question, an answer with one call, its result."""
         answer = self.answer(1)
-        opening = [Message("user", self.text()), answer]
+        opening = [Message("user", self.given()), answer]
         return Conversation((*opening, *self.results(answer)), make_tools(self._rng))
 
     def with_calls(self) -> Conversation:
         """Several turns with calls, in parallel too, then a second question."""
-        messages = [Message("system", self.text()), Message("user", self.text())]
+        messages = [Message("system", self.given()), Message("user", self.given())]
         for _ in range(self._rng.randint(2, 4)):
             answer = self.answer(self._rng.choice((1, 1, 2, 3)))
             messages += [answer, *self.results(answer)]
-        messages += [self.answer(), Message("user", self.text())]
+        messages += [self.answer(), Message("user", self.given())]
         return Conversation(tuple(messages), make_tools(self._rng))
 
     def any(self) -> Conversation:
         """Anything: late system messages, several users in a row, empty texts, many turns."""
         rng = self._rng
         offered = rng.random() < 0.7
-        messages = [Message("system", self.text())] if rng.random() < 0.5 else []
-        messages.append(Message("user", self.text()))
+        messages = [Message("system", self.given())] if rng.random() < 0.5 else []
+        messages.append(Message("user", self.given()))
         for _ in range(rng.randint(1, 8)):
             answer = self.answer(rng.choice((0, 0, 1, 2)), offered)
             if not answer.tool_calls and rng.random() < 0.15:
@@ -199,5 +213,5 @@ class Writer:
             messages += [answer, *self.results(answer)]
             if not answer.tool_calls or rng.random() < 0.2:
                 roles = rng.choice((["user"], ["user"], *_BETWEEN))
-                messages += [Message(role, rng.choice((self.text(), ""))) for role in roles]
+                messages += [Message(role, rng.choice((self.given(), ""))) for role in roles]
         return Conversation(tuple(messages), make_tools(rng) if offered else ())
