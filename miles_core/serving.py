@@ -94,10 +94,13 @@ def write_ready_file(path: Path, host: str, port: int) -> None:
 
 
 def process_start(pid: int) -> str | None:
-    """When a process started, in clock ticks since boot; None when it is gone or a zombie."""
+    """When a process started, in clock ticks since boot; None when it is gone or a zombie.
+
+    Raises OSError when that cannot be told, as when there is no file descriptor left.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in "ZX" else fields[19]
 
@@ -106,8 +109,14 @@ def watch_parent(pid: int, gone: Callable[[], object]) -> None:
     """Call `gone` from a thread once process `pid` has ended (its id reused counts as ended)."""
     started = process_start(pid)
 
+    def lives() -> bool:
+        try:
+            return process_start(pid) == started
+        except OSError:
+            return True  # until the opposite is seen
+
     def watch() -> None:
-        while started is not None and process_start(pid) == started:
+        while started is not None and lives():
             time.sleep(0.5)
         gone()
 

@@ -30,6 +30,7 @@ log = logging.getLogger("miles.sessions")
 
 MAX_BODY = 16 * 2**20
 _LONG_BODY = 2**20
+_LONGEST_KEY = 255
 _TIDY_S = 1.0
 
 
@@ -129,8 +130,8 @@ class SessionApp:
 
     async def completions(self, request: Request) -> Response:
         session_id = request.path_params["session_id"]
-        content = await _body(request)
         self.store.check(session_id)
+        content = await _body(request)
         if self._ending:
             raise session_lost()
         try:
@@ -140,7 +141,7 @@ class SessionApp:
         # From here to the start of the call nothing is waited for: it keeps the session in memory.
         session = await self.store.get(session_id)
         call = session.calls.start(
-            request.headers.get("idempotency-key"),
+            _key(request),
             hashlib.sha256(content).digest(),
             chat.stream,
             lambda call: self.chat.answer(session, chat, call),
@@ -166,6 +167,15 @@ class SessionApp:
         self._authorise(request)
         await self.store.close(await self.store.get(request.path_params["session_id"]))
         return Response(status_code=204)
+
+
+def _key(request: Request) -> str | None:
+    """The name that a client gave its request. Raises `ApiError` for one that is too long."""
+    key = request.headers.get("idempotency-key")
+    if key is not None and len(key) > _LONGEST_KEY:
+        text = f"an Idempotency-Key has at most {_LONGEST_KEY} characters"
+        raise ApiError(400, "invalid_value", text, "Idempotency-Key")
+    return key
 
 
 async def _body(request: Request) -> bytes:

@@ -13,7 +13,7 @@ _HONOURED = {"messages", "tools", "model", "n", "stop", "max_tokens", "max_compl
 # Fields that change nothing about the answer that a session gives.
 _HARMLESS = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
              "prompt_cache_retention", "parallel_tool_calls", "top_logprobs"}  # fmt: skip
-_MOST_STOPS = 16
+_MOST_STOPS, _LONGEST_STOP = 16, 1_000
 _MOST_MESSAGES = 20_000
 _MOST_TOOLS = 2_000
 _MOST_TOKENS = 2**31 - 1
@@ -103,7 +103,7 @@ def _limit(body: dict[str, Any], name: str) -> int | None:
     if value is None:
         return None
     number = not isinstance(value, bool) and isinstance(value, int | float)
-    if not number or not 1 <= value <= _MOST_TOKENS:
+    if not number or not 1 <= value <= _MOST_TOKENS or value != int(value):
         raise ApiError(400, "invalid_value", f"{name} must be a whole number from 1 on", name)
     return int(value)
 
@@ -114,10 +114,13 @@ def _stops(body: dict[str, Any]) -> tuple[str, ...]:
     if (
         not isinstance(stops, list)
         or len(stops) > _MOST_STOPS
-        or not all(isinstance(stop, str) and stop for stop in stops)
+        or not all(isinstance(stop, str) and 0 < len(stop) <= _LONGEST_STOP for stop in stops)
     ):
         raise ApiError(
-            400, "invalid_value", f"stop must be up to {_MOST_STOPS} texts, none empty", "stop"
+            400,
+            "invalid_value",
+            f"stop must be up to {_MOST_STOPS} texts of 1 to {_LONGEST_STOP} characters",
+            "stop",
         )
     return tuple(stops)
 

@@ -23,6 +23,7 @@ from miles_core.sessions.arguments import parse_args
 from miles_core.sessions.chat import ChatService
 from miles_core.sessions.engine_call import EngineCaller
 from miles_core.sessions.families import ChatFamily, load_family
+from miles_core.sessions.http_limits import BoundedHead, raise_file_limit
 from miles_core.sessions.parsers.sglang import Parse, sglang_parser
 from miles_core.sessions.store import Limits, SessionStore, locked
 
@@ -42,6 +43,7 @@ def _check_exposure(host: str, token: str | None) -> None:
 
 
 def serve(args: argparse.Namespace) -> None:
+    raise_file_limit()
     token = os.environ.get("MILES_SESSION_TOKEN") or None
     _check_exposure(args.host, token)
     if args.ready_file is not None:
@@ -106,6 +108,7 @@ def _run(args: argparse.Namespace, app: SessionApp, sock: socket.socket) -> None
     gc.set_threshold(50_000, 20, 50)
     config = uvicorn.Config(
         app.starlette(),
+        http=BoundedHead,
         # Paths hold the secrets of sessions, so requests are not logged.
         access_log=False,
         log_level="warning",

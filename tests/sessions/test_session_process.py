@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -175,3 +176,30 @@ def test_a_session_stays_while_its_request_comes_slowly(
         samples = agent.samples()
         check_exact(samples, engine)
         assert [len(s["turns"]) for s in samples["samples"]] == [2]
+
+
+def test_a_server_without_file_descriptors_goes_on(
+    tokenizer_dir: Path, engine: ScriptedEngine, http: httpx.Client, tmp_path: Path
+) -> None:
+    ready = tmp_path / "ready.json"
+    flags = ["--ready-file", str(ready), "--parent-pid", str(os.getpid())]
+    process = subprocess.Popen(
+        server_command(tokenizer_dir, engine.url, *flags),
+        env={**os.environ, "MILES_SESSION_TOKEN": TOKEN},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)),
+    )
+    try:
+        until(lambda: ready.exists() or process.poll() is not None)
+        url = json.loads(ready.read_text())["url"]
+        agent = Agent(url, http)
+        port = int(url.rpartition(":")[2])
+        many = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]
+        time.sleep(2.0)
+        assert process.poll() is None
+        for connection in many:
+            connection.close()
+        until(lambda: http.get(f"{url}/health").status_code == 200)
+        assert agent.samples()["model_calls"] == 0
+    finally:
+        process.terminate()
+        assert process.wait(20) in (0, -15)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 import threading
 
 import httpx
+import pytest
 from session_helpers import BASH, Agent, ScriptedEngine, until
 from test_session_server import CALL, DONE, OBSERVED, USER, check_exact
 
@@ -164,3 +167,32 @@ def test_a_request_has_its_bounds(server_url: str, http: httpx.Client) -> None:
     refused = agent.ask([{"role": "bard"}], **{f"field{n}": 1 for n in range(100)})
     assert refused.status_code == 400
     assert len(agent.samples()["ignored_fields"]) <= 32
+
+
+def test_a_head_has_its_bounds(server_url: str, http: httpx.Client, family: ChatFamily) -> None:
+    agent = Agent(server_url, http)
+    assert post(agent, "k" * 256).status_code == 400
+    host, port = server_url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nx-long: ")
+        with contextlib.suppress(ConnectionError):
+            for _ in range(400):
+                connection.sendall(b"a" * 4096)
+        answer = b""
+        with contextlib.suppress(ConnectionError):
+            answer = connection.recv(4096)
+    assert answer.startswith(b"HTTP/1.1 431") or answer == b""
+    # Bodies are no heads, and a connection goes on after one.
+    for _ in range(3):
+        assert agent.ask([{"role": "bard", "content": "x" * 300_000}]).status_code == 400
+    assert http.get(f"{server_url}/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "fields", [{"max_tokens": 1.5}, {"stop": ["x" * 1001]}, {"stop": ["x"] * 17}, {"n": 1.5}]
+)
+def test_wishes_out_of_bounds(
+    fields: dict[str, object], server_url: str, http: httpx.Client
+) -> None:
+    refused = Agent(server_url, http).ask([USER], **fields)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] in fields
