@@ -90,7 +90,7 @@ def importance_of(config: TrainerConfig, old: torch.Tensor, rollout: torch.Tenso
     low, high = config.tis_clip_low, config.tis_clip
     if config.tis_mode == "tis":
         return rho.clip(low, high)
-    return torch.stack([r if low <= r <= high else torch.zeros_like(r) for r in rho] or [rho.sum()])
+    return torch.tensor([r if low <= r <= high else 0.0 for r in rho.tolist()], dtype=rho.dtype)
 
 
 def clipped_loss(ratio: torch.Tensor, a: torch.Tensor, config: TrainerConfig) -> torch.Tensor:
