@@ -218,7 +218,18 @@ class TrainingConfig(Section):
     tis_clip_low: float = Field(0.0, ge=0, description="Lower bound of the weight")
     max_tokens_per_gpu: int = Field(16384, ge=8, description="Tokens of one packed micro-batch")
     num_trainer_ranks: int = Field(1, ge=1, description="Trainer processes")
+    micro_batch_size: int | None = Field(
+        None, ge=1, description="Most samples of one micro-batch; default: as many as fit"
+    )
+    packing: bool = Field(True, description="Pack samples one behind the other; false pads them")
+    recompute: bool = Field(False, description="Recompute layers backward, for less memory")
     tensor_model_parallel_size: int = Field(1, ge=1, description="Tensor parallel size")
+    sequence_parallel: bool = Field(
+        False, description="Split activations between tensor parallel ranks too"
+    )
+    pipeline_model_parallel_size: int = Field(1, ge=1, description="Pipeline parallel size")
+    context_parallel_size: int = Field(1, ge=1, description="Context parallel size")
+    expert_model_parallel_size: int = Field(1, ge=1, description="Expert parallel size")
     trainer_threads: int = Field(1, ge=1, description="Threads of each trainer process on CPU")
     train_dtype: Literal["float32", "bfloat16"] = Field("float32", description="Trainer weights")
     max_nonfinite_steps: int = Field(3, ge=0, description="Unapplied steps before the run fails")

@@ -5,10 +5,38 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+from miles_core.modeling import parallel
+
+
+class _Gather(torch.autograd.Function):
+    """[s, ...] of each rank to [ranks, s, ...]; backward sums the gradients of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        parts = [
+            torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())
+        ]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.stack(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = grads[0].contiguous()
+        dist.all_reduce(total, group=ctx.group)
+        return total[ctx.group.rank()], None
+
+
+def _in_order(parts: torch.Tensor) -> torch.Tensor:
+    """A whole segment [s, ...] from the two chunks of each rank, [ranks, s / ranks, ...]."""
+    first, second = parts.chunk(2, dim=1)
+    return torch.cat([*first, *second.flip(0)])
 
 
 class SDPAttention(MegatronModule):
@@ -16,7 +44,8 @@ class SDPAttention(MegatronModule):
 
     Shapes (s tokens, b rows, n query heads, g key-value heads, d head size): query [s, b, n, d],
     key and value [s, b, g, d] give [s, b, n*d]. Packed ("thd") input has no b: segments lie one
-    behind the other, bounded by `cu_seqlens_q`, and never see each other.
+    behind the other, bounded by `cu_seqlens_q`, and never see each other. With context parallelism
+    s is this rank's two chunks of each segment (see `cut.Cut`) and keys and values are gathered.
     """
 
     def __init__(
@@ -24,6 +53,7 @@ class SDPAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.softmax_scale = softmax_scale
+        self._group = parallel.cp_group()
 
     def forward(
         self,
@@ -35,22 +65,50 @@ class SDPAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
-        if packed_seq_params is None:
-            return self._attend(query, key, value)
-        bounds = packed_seq_params.cu_seqlens_q
-        assert bounds is not None, "packed input needs cu_seqlens_q"
-        sizes = bounds.diff().tolist()
-        segments = [
-            self._attend(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)).squeeze(1)
-            for q, k, v in zip(
-                query.split(sizes), key.split(sizes), value.split(sizes), strict=True
-            )
-        ]
-        return torch.cat(segments)
+        sizes = [len(query)]
+        if packed_seq_params is not None:
+            bounds = packed_seq_params.cu_seqlens_q
+            assert bounds is not None, "packed input needs cu_seqlens_q"
+            sizes = [size // self._group.size() for size in bounds.diff().tolist()]
+            query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+        attend = self._whole_segments if self._group.size() == 1 else self._chunks
+        out = attend(query, key, value, sizes)
+        return out if packed_seq_params is None else out.squeeze(1)
+
+    def _whole_segments(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sizes: list[int]
+    ) -> torch.Tensor:
+        parts = zip(q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
+        return torch.cat([self._attend(*part) for part in parts])
+
+    def _chunks(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sizes: list[int]
+    ) -> torch.Tensor:
+        ranks, rank = self._group.size(), self._group.rank()
+        keys = _Gather.apply(k, self._group).split(sizes, dim=1)
+        values = _Gather.apply(v, self._group).split(sizes, dim=1)
+        out = []
+        for queries, *parts in zip(q.split(sizes), keys, values, strict=True):
+            whole_k, whole_v = (_in_order(part) for part in parts)
+            for number, chunk in zip((rank, 2 * ranks - 1 - rank), queries.chunk(2), strict=True):
+                end = (number + 1) * len(chunk)
+                out.append(self._attend(chunk, whole_k[:end], whole_v[:end]))
+        return torch.cat(out)
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """The queries are the last ones of the keys' positions."""
+        before = len(k) - len(q)
+        mask = None
+        if before:
+            mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(before)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
         out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=q.shape[1] != k.shape[1]
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=self.softmax_scale,
+            enable_gqa=q.shape[1] != k.shape[1],
         )
         return out.permute(2, 0, 1, 3).flatten(2)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
@@ -17,10 +18,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from miles_core.modeling import parallel
+from miles_core.modeling.cut import Cut
 from miles_core.modeling.hf_config import ModelSpec
 from miles_core.modeling.megatron_fixes import complete_latent
 from miles_core.modeling.model_config import layer_spec, transformer_config
 from miles_core.modeling.norm import RMSNorm
+
+_PLACE = re.compile(r"(decoder\.layers|local_experts)\.(\d+)\.")
 
 
 class PolicyModel(GPTModel):
@@ -50,17 +54,28 @@ class PolicyModel(GPTModel):
         experts = spec.moe.num_experts if spec.moe else 0
         ranks = parallel_state.get_expert_model_parallel_world_size()
         self.first_expert = parallel_state.get_expert_model_parallel_rank() * (experts // ranks)
-        if spec.mla is not None:
+        if spec.mla is not None and config.sequence_parallel:
             for layer in self.decoder.layers:
                 complete_latent(layer.self_attention)
         self._rows: torch.Tensor | None = None
         if self.post_process:
+            if config.sequence_parallel:  # the rows are gathered before they are selected
+                self.output_layer.sequence_parallel = False
+                self.output_layer.allreduce_dgrad = True
             self.output_layer.register_forward_pre_hook(self._select_rows)
 
     def _select_rows(self, _: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        if self._rows is None:
-            return args
-        return (args[0].index_select(0, self._rows), *args[1:])
+        hidden, *rest = args
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        if self._rows is not None:
+            hidden = hidden.flatten(0, 1).index_select(0, self._rows).unsqueeze(1)
+        return (hidden, *rest)
+
+    def global_name(self, name: str) -> str:
+        """The name in the whole model of what this rank calls `name`."""
+        first = {"decoder.layers": self.first_layer, "local_experts": self.first_expert}
+        return _PLACE.sub(lambda m: f"{m[1]}.{int(m[2]) + first[m[1]]}.", name)
 
     def stored_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and values of what a checkpoint holds: parameters and the routers' biases."""
@@ -69,32 +84,47 @@ class PolicyModel(GPTModel):
             if name.endswith(".expert_bias"):
                 yield name, buffer
 
+    def keep_router_biases(self) -> None:
+        """Routers' biases stay float32 whatever the model was cast to."""
+        for name, buffer in self.named_buffers():
+            if name.endswith(".expert_bias"):
+                buffer.data = buffer.data.float()
+
+    def part(self, cut: Cut) -> torch.Tensor:
+        """This rank's pass: logits [1, n, vocab / tp] at `cut.rows` on the last pipeline stage,
+        hidden states for the next stage before it."""
+        self._rows = cut.rows
+        try:
+            # rotary positions follow from the packing or from the row, never from this argument
+            positions = torch.zeros_like(cut.tokens)
+            return self(cut.tokens, positions, None, packed_seq_params=cut.packing)
+        finally:
+            self._rows = None
+
     def packed_logits(
         self, tokens: torch.Tensor, lengths: list[int], rows: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Logits [N, vocab / tp] of the tokens at `rows` (default: all T).
 
         `tokens` [T] int64 holds segments of `lengths` (positive, summing to T) one behind the
-        other; each segment starts at position 0 and sees only itself.
+        other; each segment starts at position 0 and sees only itself. Needs the whole model and
+        whole sequences: neither pipeline nor context parallelism.
         """
-        bounds = torch.tensor([0, *lengths]).cumsum(0).to(tokens.device, torch.int32)
-        packing = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=bounds,
-            cu_seqlens_kv=bounds,
-            max_seqlen_q=max(lengths),
-            max_seqlen_kv=max(lengths),
-        )
-        positions = torch.cat([torch.arange(n, device=tokens.device) for n in lengths])
-        self._rows = rows
-        try:
-            logits = self(tokens[None], positions[None], None, packed_seq_params=packing)
-        finally:
-            self._rows = None
-        return logits.squeeze(0)
+        if rows is None:
+            rows = torch.arange(len(tokens), device=tokens.device)
+        cut = Cut(tokens, lengths, rows, True, self.config.sequence_parallel)
+        return self.part(cut).squeeze(0)
 
 
-def build_model(spec: ModelSpec, tp_size: int, dtype: torch.dtype) -> PolicyModel:
+def build_model(
+    spec: ModelSpec,
+    tp_size: int,
+    dtype: torch.dtype,
+    sequence_parallel: bool = False,
+    recompute: bool = False,
+) -> PolicyModel:
     """This rank's model on its device, randomly initialised."""
-    model = PolicyModel(spec, transformer_config(spec, tp_size, dtype))
-    return model.to(device=parallel.device(), dtype=dtype)
+    config = transformer_config(spec, tp_size, dtype, sequence_parallel, recompute)
+    model = PolicyModel(spec, config).to(device=parallel.device(), dtype=dtype)
+    model.keep_router_biases()
+    return model

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,8 +18,6 @@ from miles_core.modeling.hf_config import ModelSpec
 from miles_core.modeling.mapping import Weight
 
 Lookup = Callable[[str], torch.Tensor]
-
-_PLACE = re.compile(r"(decoder\.layers|local_experts)\.(\d+)\.")
 
 
 class HFReader:
@@ -44,15 +41,9 @@ class HFReader:
             return reader.get_tensor(name)
 
 
-def global_name(model: PolicyModel, name: str) -> str:
-    """The name in the whole model of what this rank calls `name`."""
-    first = {"decoder.layers": model.first_layer, "local_experts": model.first_expert}
-    return _PLACE.sub(lambda m: f"{m[1]}.{int(m[2]) + first[m[1]]}.", name)
-
-
 def own_tensors(model: PolicyModel) -> dict[str, torch.Tensor]:
     """Parameters and router biases of this rank under their names in the whole model."""
-    return {global_name(model, name): tensor for name, tensor in model.stored_tensors()}
+    return {model.global_name(name): tensor for name, tensor in model.stored_tensors()}
 
 
 def _cutting_group(weight: Weight) -> dist.ProcessGroup:

@@ -7,10 +7,12 @@
 | latent attention, tensor parallel | see `complete_latent` | a hook on the projection |
 | dispatcher with expert parallelism (CPU) | sizes that are not on CUDA stay tensors | to numpy |
 | recompute (CPU) | saves and restores the state of a CUDA generator | an empty state |
+| dropout (CPU; the rate is 0) | wants a CUDA generator of each rank | none |
 """
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -39,32 +41,29 @@ def _restore_nothing(*args: Any, **kwargs: Any) -> None:
     return None
 
 
+def _no_state_of_its_own(*args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
 if ON_CPU:
     moe_utils.maybe_move_tensor_to_cpu = _to_cpu
     token_dispatcher.maybe_move_tensor_to_cpu = _to_cpu
     megatron_random._get_cuda_rng_state = _no_state
     megatron_random._set_cuda_rng_state = _restore_nothing
+    megatron_random.CudaRNGStatesTracker.fork = _no_state_of_its_own
 
 
 def complete_latent(attention: Any) -> None:
-    """Make the down projection of keys and values give its whole output on every rank.
+    """Make the down projection of keys and values give its whole width on every rank.
 
-    megatron gathers the columns after it, which hands each rank the gradient of its own columns
-    alone. That is all of it for the latent, but the rotated key is used by the heads of every
-    rank, so its gradient has to be summed over them.
+    For tensor with sequence parallelism. megatron gathers the columns after it, which hands each
+    rank the gradient of its own columns alone. That is all of it for the latent, but the rotated
+    key is used by the heads of every rank. Given the whole width of its part of the sequence,
+    megatron gathers the rotated key itself, with a backward pass that sums over the ranks.
     """
-    config = attention.config
-    if config.tensor_model_parallel_size == 1:
-        return
-    sizes = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
 
     def gather(module: Any, args: Any, output: tuple[torch.Tensor, Any]) -> tuple[Any, Any]:
         whole = tensor_parallel.gather_from_tensor_model_parallel_region(output[0])
-        if config.sequence_parallel:
-            # megatron gathers the rotated key again, with a summing backward pass
-            return tensor_parallel.scatter_to_sequence_parallel_region(whole), output[1]
-        latent, rotated = whole.split(sizes, dim=-1)
-        rotated = tensor_parallel.copy_to_tensor_model_parallel_region(rotated)
-        return torch.cat([latent, rotated], dim=-1), output[1]
+        return tensor_parallel.scatter_to_sequence_parallel_region(whole), output[1]
 
     attention.linear_kv_down_proj.register_forward_hook(gather)

@@ -47,6 +47,7 @@ class Optimizer:
             ),
             Float16Module(model.config, model) if half else model,
         )
+        model.keep_router_biases()  # Float16Module casts them
         config = OptimizerConfig(
             optimizer="adam",
             lr=settings.lr,
@@ -96,7 +97,7 @@ class Optimizer:
     def non_finite_parameters(self) -> list[str]:
         """Names of parameters with a non-finite gradient, gathered from all ranks. Collective."""
         own = [
-            name
+            self._model.global_name(name)
             for name, param in self._model.named_parameters()
             if not math.isfinite(param.main_grad.abs().sum().item())
         ]

@@ -100,6 +100,16 @@ def tp_group() -> dist.ProcessGroup:
     return parallel_state.get_tensor_model_parallel_group()
 
 
+def experts_are_spread() -> bool:
+    """Whether data-parallel ranks hold different experts."""
+    return parallel_state.get_expert_model_parallel_world_size() > 1
+
+
+def cp_group() -> dist.ProcessGroup:
+    """The context-parallel group."""
+    return parallel_state.get_context_parallel_group()
+
+
 def expert_tp_group() -> dist.ProcessGroup:
     """The group over which routed experts are cut."""
     return parallel_state.get_expert_tensor_parallel_group()

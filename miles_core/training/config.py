@@ -45,7 +45,14 @@ class TrainerConfig:
     tis_clip: float = 2.0
     tis_clip_low: float = 0.0
     max_tokens_per_gpu: int = 16384
+    micro_batch_size: int | None = None
+    packing: bool = True
+    recompute: bool = False
     tensor_model_parallel_size: int = 1
+    sequence_parallel: bool = False
+    pipeline_model_parallel_size: int = 1
+    context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
     threads: int = 1
     dtype: Literal["float32", "bfloat16"] = "float32"
     max_nonfinite_steps: int = 3

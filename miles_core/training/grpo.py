@@ -22,7 +22,7 @@ from miles_core.training.losses import (
     token_weights,
 )
 from miles_core.training.mismatch import assign_importance, mismatch_metrics
-from miles_core.training.packing import micro_batches
+from miles_core.training.packing import limits, micro_batches
 from miles_core.training.policy import Policy, Update, max_over_ranks, sum_over_ranks
 from miles_core.training.step_advantages import assign_advantages
 from miles_core.training.trajectories import trajectory_sums
@@ -56,10 +56,10 @@ def optimizer_batches(trajectories: int, global_batch_size: int) -> list[range]:
 
 
 def plan_micro_batches(
-    samples: list[TrainSample], layout: Layout, max_tokens: int
+    samples: list[TrainSample], layout: Layout, config: TrainerConfig
 ) -> list[list[TrainSample]]:
     """This rank's micro-batches; the plan is the same on all ranks."""
-    plan = micro_batches([len(s) for s in samples], max_tokens, layout.dp_size)
+    plan = micro_batches([len(s) for s in samples], limits(config), layout.dp_size)
     mine = [[samples[i] for i in members] for members in plan[layout.dp_rank]]
     for number, members in enumerate(mine):
         for sample in members:
@@ -90,7 +90,7 @@ class GrpoStep:
             for sample in samples:
                 sample.weight = weights[sample.trajectory - members.start]
             self._total_weights.append(sum(w * n for w, n in zip(weights, sizes, strict=True)))
-            parts.append(plan_micro_batches(samples, layout, config.max_tokens_per_gpu))
+            parts.append(plan_micro_batches(samples, layout, config))
         return parts
 
     def run(self) -> dict[str, float | list[str]]:

@@ -2,28 +2,71 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 
-def first_fit_decreasing(lengths: list[int], capacity: int) -> list[list[int]]:
-    """Bins of indices whose lengths sum to at most `capacity`; longest first, ties by index.
+from miles_core.training.config import TrainerConfig
 
-    Raises ValueError for a length above the capacity.
+
+@dataclass(frozen=True)
+class Limits:
+    """What a micro-batch may hold: `tokens` in all, padding included, and `samples` (None: any).
+
+    A sample is padded to a multiple of `unit`; with `padded` to the longest of its micro-batch.
+    `slack` tokens are kept free, for padding of the whole.
+    """
+
+    tokens: int
+    samples: int | None = None
+    padded: bool = False
+    unit: int = 1
+    slack: int = 0
+
+    def length(self, tokens: int) -> int:
+        """Length of a sample with its padding."""
+        return -(-tokens // self.unit) * self.unit
+
+    def fits(self, count: int, total: int, longest: int) -> bool:
+        """Whether `count` samples fit, of `total` tokens and a longest one (with padding)."""
+        size = longest * count if self.padded else total
+        return (self.samples is None or count <= self.samples) and size + self.slack <= self.tokens
+
+
+def limits(config: TrainerConfig) -> Limits:
+    """What the micro-batches of a configuration may hold, over all context-parallel ranks."""
+    ranks = config.context_parallel_size
+    chunks = 2 * ranks if ranks > 1 else 1
+    tensor = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    return Limits(
+        tokens=config.max_tokens_per_gpu * ranks,
+        samples=config.micro_batch_size,
+        padded=not config.packing,
+        unit=chunks if config.packing else chunks * tensor,
+        slack=chunks * (tensor - 1) if config.packing else 0,
+    )
+
+
+def first_fit_decreasing(lengths: list[int], limits: Limits) -> list[list[int]]:
+    """Bins of indices that fit the limits; longest first, ties by index.
+
+    Raises ValueError for a sample that does not fit alone.
     """
     bins: list[list[int]] = []
-    room: list[int] = []
+    totals: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         length = lengths[index]
-        if length > capacity:
+        if not limits.fits(1, length, length):
             raise ValueError(
-                f"a sample of {length} tokens does not fit max_tokens_per_gpu ({capacity})"
+                f"a sample of {length} tokens does not fit max_tokens_per_gpu "
+                f"({limits.tokens} tokens in a micro-batch, padding included)"
             )
-        for place, free in enumerate(room):
-            if length <= free:
-                bins[place].append(index)
-                room[place] -= length
+        for place, members in enumerate(bins):
+            if limits.fits(len(members) + 1, totals[place] + length, lengths[members[0]]):
+                members.append(index)
+                totals[place] += length
                 break
         else:
             bins.append([index])
-            room.append(capacity - length)
+            totals.append(length)
     return bins
 
 
@@ -38,13 +81,14 @@ def _halves(members: list[int], lengths: list[int]) -> tuple[list[int], list[int
     return parts
 
 
-def micro_batches(lengths: list[int], capacity: int, ranks: int) -> list[list[list[int]]]:
+def micro_batches(lengths: list[int], limits: Limits, ranks: int) -> list[list[list[int]]]:
     """For each rank its micro-batches, each a list of sample indices; equally many on all ranks.
 
     Bins are split until their number is a multiple of `ranks` (empty ones fill up when nothing
     can be split), then the heaviest bin goes to the lightest rank that has places left.
     """
-    bins = first_fit_decreasing(lengths, capacity)
+    lengths = [limits.length(length) for length in lengths]
+    bins = first_fit_decreasing(lengths, limits)
     while len(bins) % ranks:
         splittable = [b for b in bins if len(b) > 1]
         if not splittable:

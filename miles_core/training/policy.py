@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from miles_core.modeling import dist_state, parallel
+from miles_core.modeling import dist_state, parallel, schedule
+from miles_core.modeling.cut import Cut
 from miles_core.modeling.gpt import build_model
 from miles_core.modeling.hf_config import ModelSpec
 from miles_core.modeling.log_probs import (
@@ -20,7 +21,7 @@ from miles_core.modeling.log_probs import (
     token_log_probs_and_entropy,
 )
 from miles_core.modeling.optim import AdamSettings, Optimizer
-from miles_core.training.batch import Packed, TrainSample
+from miles_core.training.batch import Packed, TrainSample, make_sample
 from miles_core.training.config import TrainerConfig
 
 MicroBatches = Sequence[list[TrainSample]]
@@ -47,11 +48,22 @@ class Update:
         return not self.problems
 
 
+def _nothing_to_train(device: torch.device) -> Packed:
+    """A micro-batch of one token that gives neither loss nor gradient."""
+    return Packed([make_sample("", 0, 0, torch.zeros(1), torch.zeros(1))], device)
+
+
 def _full(micro_batches: MicroBatches, device: torch.device) -> list[Packed]:
-    """The micro-batches with something to train on. Ranks need not agree on their number: a pass
-    over a micro-batch only involves the tensor-parallel group, which holds the same samples."""
-    packed = (Packed(samples, device) for samples in micro_batches if samples)
-    return [p for p in packed if len(p.targets)]
+    """The micro-batches with something to train on. Collective.
+
+    Data-parallel ranks need not agree on their number, unless experts are spread over them: a pass
+    then needs all of these ranks, and those with fewer micro-batches take part with empty ones.
+    """
+    packed = [p for p in (Packed(s, device) for s in micro_batches if s) if len(p.targets)]
+    if parallel.experts_are_spread():
+        most = int(max_over_ranks({"micro_batches": float(len(packed))})["micro_batches"])
+        packed += [_nothing_to_train(device) for _ in range(most - len(packed))]
+    return packed
 
 
 def _suspects(packed: Packed) -> list[str]:
@@ -87,7 +99,13 @@ class Policy:
         self.config = config
         self.device = parallel.device()
         dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-        self.model = build_model(spec, config.tensor_model_parallel_size, dtype)
+        self.model = build_model(
+            spec,
+            config.tensor_model_parallel_size,
+            dtype,
+            config.sequence_parallel,
+            config.recompute,
+        )
         self.optimizer = Optimizer(
             self.model,
             AdamSettings(
@@ -114,12 +132,12 @@ class Policy:
         self._set_weights(own)
 
     def _weights(self) -> list[torch.Tensor]:
-        return [p.detach().to("cpu", copy=True) for p in self.model.parameters()]
+        return [value.detach().to("cpu", copy=True) for _, value in self.model.stored_tensors()]
 
     @torch.no_grad()
     def _set_weights(self, weights: list[torch.Tensor]) -> None:
-        for param, value in zip(self.model.parameters(), weights, strict=True):
-            param.copy_(value)
+        for (_, own), value in zip(self.model.stored_tensors(), weights, strict=True):
+            own.copy_(value)
 
     @contextmanager
     def _as_reference(self) -> Any:
@@ -131,18 +149,36 @@ class Policy:
         finally:
             self._set_weights(own)
 
+    def _run(self, batches: list[Packed], last: schedule.Last, *, backward: bool) -> None:
+        schedule.run(self.model, batches, last, packed=self.config.packing, backward=backward)
+
+    def _keep(self, name: str, batches: list[Packed], values: list[torch.Tensor]) -> None:
+        """Give every sample its part of the values of each micro-batch, on all ranks that work on
+        the same samples; only the last pipeline stage has them."""
+        sizes = [len(batch.targets) for batch in batches]
+        flat = torch.cat(values) if values else torch.empty(sum(sizes))
+        for batch, part in zip(batches, schedule.from_last_stage(flat).split(sizes), strict=True):
+            batch.keep(name, part)
+
     @torch.no_grad()
     def record(self, name: str, micro_batches: MicroBatches) -> dict[str, float]:
-        """Give every sample its log-probabilities under `name`; this rank's sum of entropies."""
-        entropy = 0.0
-        for packed in _full(micro_batches, self.device):
-            logits = self.model.packed_logits(packed.tokens, packed.lengths, packed.rows)
-            values, entropies = log_probs_and_entropy(
-                logits, packed.targets, self.config.temperature
-            )
-            packed.keep(name, values)
-            entropy += entropies.double().sum().item()
-        return {"entropy": entropy}
+        """Give every sample its log-probabilities under `name`; this rank's sum of entropies.
+        Collective."""
+        batches = _full(micro_batches, self.device)
+        values: list[torch.Tensor] = []
+        entropy = torch.zeros(1, dtype=torch.float64, device=self.device)
+
+        def last(
+            logits: torch.Tensor, targets: torch.Tensor, number: int, cut: Cut
+        ) -> torch.Tensor:
+            log_probs, entropies = log_probs_and_entropy(logits, targets, self.config.temperature)
+            values.append(cut.join(log_probs))
+            entropy.add_(cut.join(entropies).double().sum())
+            return values[-1].sum()
+
+        self._run(batches, last, backward=False)
+        self._keep(name, batches, values)
+        return {"entropy": schedule.from_last_stage(entropy).item()}
 
     def record_reference(self, micro_batches: MicroBatches) -> None:
         """Give every sample the reference's log-probabilities, as "ref"."""
@@ -157,18 +193,31 @@ class Policy:
         Raises NonFiniteError when more than `max_nonfinite_steps` were refused.
         """
         self.optimizer.zero_grad()
+        batches = _full(micro_batches, self.device)
         totals = dict.fromkeys(names, 0.0)
+        values: list[torch.Tensor] = []
         bad: list[str] = []
-        for packed in _full(micro_batches, self.device):
-            logits = self.model.packed_logits(packed.tokens, packed.lengths, packed.rows)
-            log_probs = self._log_probs(logits, packed)
-            packed.keep("current", log_probs)
+
+        def last(
+            logits: torch.Tensor, targets: torch.Tensor, number: int, cut: Cut
+        ) -> torch.Tensor:
+            packed = batches[number]
+            log_probs = self._log_probs(logits, targets, packed, cut)
+            values.append(log_probs.detach())
+            if not len(packed.targets):
+                return log_probs.sum()
             share, sums = loss(log_probs, packed)
-            share.backward()
             for name, value in sums.items():
                 totals[name] += float(value)
             if not math.isfinite(float(share.detach())):
+                packed.keep("current", log_probs)
                 bad.extend(_suspects(packed))
+            return share
+
+        self._run(batches, last, backward=True)
+        self._keep("current", batches, values)
+        vector = torch.tensor([totals[name] for name in names], dtype=torch.float64)
+        totals = dict(zip(names, schedule.from_last_stage(vector).tolist(), strict=True))
         update = Update(sum_over_ranks(totals, names), 0.0, self.optimizer.lr())
         update.grad_norm = self.optimizer.reduce_gradients()
         update.problems = self._problems(update, bad)
@@ -179,14 +228,16 @@ class Policy:
         self.optimizer.zero_grad()
         return update
 
-    def _log_probs(self, logits: torch.Tensor, packed: Packed) -> torch.Tensor:
+    def _log_probs(
+        self, logits: torch.Tensor, targets: torch.Tensor, packed: Packed, cut: Cut
+    ) -> torch.Tensor:
         """Of the sampled tokens; `packed.entropy` is filled when the loss uses it."""
+        temperature = self.config.temperature
         if self.config.entropy_coef == 0:
-            return token_log_probs(logits, packed.targets, self.config.temperature)
-        log_probs, packed.entropy = token_log_probs_and_entropy(
-            logits, packed.targets, self.config.temperature
-        )
-        return log_probs
+            return cut.join(token_log_probs(logits, targets, temperature))
+        log_probs, entropy = token_log_probs_and_entropy(logits, targets, temperature)
+        packed.entropy = cut.join(entropy)
+        return cut.join(log_probs)
 
     def _problems(self, update: Update, bad: list[str]) -> list[str]:
         problems = []

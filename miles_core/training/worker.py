@@ -17,7 +17,6 @@ from miles_core.checkpoints.layout import HF_DIR, STATE_FILE, copy_hf_files
 from miles_core.modeling import dist_state, parallel
 from miles_core.modeling.hf_config import read_spec
 from miles_core.modeling.hf_weights import HFReader, load_hf, to_hf, write_hf
-from miles_core.modeling.log_probs import log_probs_and_entropy
 from miles_core.training.batch import load_rollout, make_sample
 from miles_core.training.config import TrainerConfig
 from miles_core.training.dump import write_dump
@@ -27,7 +26,8 @@ from miles_core.training.sft_loss import SFT_NAMES, sft_loss
 
 
 class TrainerWorker:
-    """Rank `rank` of `world_size`; all methods but `log_probs` are collective.
+    """Rank `rank` of `world_size`; all methods are collective, `log_probs` over the ranks that
+    work on the same samples (with expert parallelism: over all).
 
     A single rank ignores the address. `close` leaves the process groups, so that the process may
     build another worker.
@@ -50,6 +50,9 @@ class TrainerWorker:
             master_port,
             config.tensor_model_parallel_size,
             config.seed,
+            config.pipeline_model_parallel_size,
+            config.context_parallel_size,
+            config.expert_model_parallel_size,
         )
         self._policy: Policy | None = None
         self._hf_files = Path()
@@ -106,7 +109,7 @@ class TrainerWorker:
             raise ValueError(f"{rollout_path} holds step {batch.step}, not {step}")
         work = GrpoStep(self.policy, self._layout, batch)
         metrics: dict[str, Any] = work.run()
-        if dump_dir is not None and self._layout.tp_rank == 0:
+        if dump_dir is not None and self._layout.lead:
             write_dump(dump_dir, step, self._layout.rank, work.own_samples)
         seconds = torch.tensor(time.perf_counter() - started, device=parallel.device())
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
@@ -136,7 +139,7 @@ class TrainerWorker:
                 raise ValueError("a supervised batch has no token to learn")
             for sample in samples:
                 sample.weight = 1.0 / total
-            mine = plan_micro_batches(samples, self._layout, self._config.max_tokens_per_gpu)
+            mine = plan_micro_batches(samples, self._layout, self._config)
             update = self.policy.update(mine, sft_loss, SFT_NAMES)
             losses.append(update.sums["loss"])
             metrics = {
@@ -150,11 +153,9 @@ class TrainerWorker:
     @torch.no_grad()
     def log_probs(self, tokens: list[int]) -> torch.Tensor:
         """Log-probability of each token given those before it, float32 [T]; the first is 0."""
-        ids = torch.tensor(tokens, device=parallel.device())
-        rows = torch.arange(len(tokens) - 1, device=ids.device)
-        logits = self.policy.model.packed_logits(ids, [len(tokens)], rows)
-        values, _ = log_probs_and_entropy(logits, ids[1:], self._config.temperature)
-        return torch.cat([torch.zeros(1), values.cpu()])
+        sample = make_sample("", 0, 0, torch.tensor(tokens), torch.arange(len(tokens)) > 0)
+        self.policy.record("old", [[sample]])
+        return sample.logprobs.get("old", torch.zeros(len(tokens)))
 
     def save(self, directory: str) -> None:
         """Write model, optimizer, its step count and the random states into `directory`.

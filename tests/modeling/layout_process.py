@@ -1,0 +1,52 @@
+"""One rank that trains in one layout after the other: RANK WORLD OUT REQUEST."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from miles_core.training.config import TrainerConfig
+from miles_core.training.worker import TrainerWorker
+
+CONFIG = TrainerConfig(
+    global_batch_size=4,
+    lr=2e-3,
+    temperature=0.8,
+    kl_loss_coef=0.0,
+    entropy_coef=0.001,
+    max_tokens_per_gpu=90,
+)
+STEPS = 5
+
+
+def train(
+    case: dict[str, Any], rollout: str, rank: int = 0, world: int = 1, export: Path | None = None
+) -> list[dict[str, Any]]:
+    """Metrics of five steps over one rollout, in the case's layout."""
+    config = replace(CONFIG, **case["changes"])
+    worker = TrainerWorker(config, rank, world, "127.0.0.1", case.get("port", 0))
+    try:
+        worker.init_from_hf(case["hf"])
+        metrics = [worker.train(0, rollout) for _ in range(STEPS)]
+        if export is not None:
+            worker.export_hf(str(export))
+    finally:
+        worker.close()
+    return metrics
+
+
+def main() -> None:
+    rank, world, out = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    request = json.loads(sys.argv[4])
+    answers = {
+        name: train(case, request["rollout"], rank, world, out.with_name(f"{out.name}-{name}"))
+        for name, case in request["cases"].items()
+    }
+    out.with_name(f"{out.name}.rank{rank}").write_text(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main()
