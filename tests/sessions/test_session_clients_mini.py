@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,11 @@ os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # litellm would f
 os.environ.setdefault("MSWEA_SILENT_STARTUP", "1")
 pytest.importorskip("minisweagent")
 
-from client_engine import Slow, StepEngine, step_engine
+from client_engine import Slow, StepEngine
 from client_truth import (
     Line,
     bash_call,
     check_samples,
-    make_byte_tokenizer,
     system_with_tools,
     tool_result,
     user,
@@ -28,26 +26,13 @@ from minisweagent.agents.default import DefaultAgent
 from minisweagent.environments.local import LocalEnvironment
 from minisweagent.models.litellm_model import LitellmModel
 from minisweagent.models.utils.actions_toolcall import BASH_TOOL
-from session_helpers import Agent, session_server
+from session_helpers import Agent
 
 pytestmark = pytest.mark.agent_env
 
 SYSTEM = "You work in a shell."
 NO_CALL = "No tool calls found in the response. Every response MUST include at least one tool call."
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
-
-
-@pytest.fixture(scope="module")
-def steps() -> Iterator[StepEngine]:
-    with step_engine() as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def url(steps: StepEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    scratch = tmp_path_factory.mktemp("clients")
-    with session_server(make_byte_tokenizer(scratch / "model"), steps.url, scratch) as url:
-        yield url
 
 
 def run_mini(base_url: str, task: str, folder: Path) -> dict[str, Any]:

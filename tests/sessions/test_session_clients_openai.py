@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -13,26 +12,13 @@ os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # litellm would f
 pytest.importorskip("openai")
 pytest.importorskip("litellm")
 
-from client_engine import StepEngine, step_engine
+from client_engine import StepEngine
 from client_episode import run_episode
 from client_openai import LitellmClient, OpenAIClient
-from client_truth import check_samples, make_byte_tokenizer
-from session_helpers import Agent, session_server
+from client_truth import check_samples
+from session_helpers import Agent
 
 pytestmark = pytest.mark.agent_env
-
-
-@pytest.fixture(scope="module")
-def steps() -> Iterator[StepEngine]:
-    with step_engine() as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def url(steps: StepEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    scratch = tmp_path_factory.mktemp("clients")
-    with session_server(make_byte_tokenizer(scratch / "model"), steps.url, scratch) as url:
-        yield url
 
 
 @pytest.mark.parametrize("kind", [OpenAIClient, LitellmClient])

@@ -14,7 +14,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from client_engine import Slow, StepEngine, step_engine
+from client_engine import Slow, StepEngine
 from client_truth import (
     Line,
     bash_call,
@@ -233,12 +233,6 @@ class Client:
                 {"role": "tool", "tool_call_id": calls[0]["id"], "content": f"saw {number % 3}"}
             ]
         return [{"role": "user", "content": f"next {number % 3}", "text": f"next {number % 3}"}]
-
-
-@pytest.fixture(scope="module")
-def steps() -> Iterator[StepEngine]:
-    with step_engine() as engine:
-        yield engine
 
 
 @pytest.fixture(scope="module")

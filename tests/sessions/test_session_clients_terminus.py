@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +14,13 @@ os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # litellm would f
 pytest.importorskip("harbor")
 pytest.importorskip("litellm")
 
-from client_engine import Slow, StepEngine, step_engine
-from client_truth import Line, check_samples, make_byte_tokenizer, user
+from client_engine import Slow, StepEngine
+from client_truth import Line, check_samples, user
 from harbor.agents.terminus_2 import Terminus2
 from harbor.models.agent.context import AgentContext
-from session_helpers import Agent, session_server
+from session_helpers import Agent
 
 pytestmark = pytest.mark.agent_env
-
-
-@pytest.fixture(scope="module")
-def steps() -> Iterator[StepEngine]:
-    with step_engine() as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def url(steps: StepEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    scratch = tmp_path_factory.mktemp("clients")
-    with session_server(make_byte_tokenizer(scratch / "model"), steps.url, scratch) as url:
-        yield url
 
 
 class Terminal:

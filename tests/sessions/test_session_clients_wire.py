@@ -14,29 +14,16 @@ import pytest
 pytest.importorskip("openai")
 
 import openai
-from client_engine import Slow, StepEngine, step_engine
+from client_engine import Slow, StepEngine
 from client_episode import BASH, step
-from client_truth import Line, check_samples, ids, make_byte_tokenizer, system_with_tools, user
-from session_helpers import Agent, session_server, until
+from client_truth import Line, check_samples, ids, system_with_tools, user
+from session_helpers import Agent, until
 
 pytestmark = pytest.mark.agent_env
 
 ASKED = [{"role": "user", "content": "begin"}]
 BEGUN = Line().prompt(system_with_tools("", [BASH]) + user("begin"))
 THOUGHT = "<think>\nlet me see\n</think>\n\n" + step(1)
-
-
-@pytest.fixture(scope="module")
-def steps() -> Iterator[StepEngine]:
-    with step_engine() as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def url(steps: StepEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    scratch = tmp_path_factory.mktemp("clients")
-    with session_server(make_byte_tokenizer(scratch / "model"), steps.url, scratch) as url:
-        yield url
 
 
 @pytest.fixture

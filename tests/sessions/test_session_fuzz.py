@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
-from client_engine import StepEngine, step_engine
+from client_engine import StepEngine
 from client_fuzz import MANY, ODD, check_error, each, mutated, raw_json, replaced
-from client_truth import make_byte_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from session_helpers import TOKEN, Agent, session_server
+from session_helpers import TOKEN, Agent
 
 CONTROL = {"Authorization": f"Bearer {TOKEN}"}
 
@@ -62,19 +60,6 @@ SESSION: dict[str, Any] = {
     "max_turns": 5,
     "sampling_params": {"temperature": 1.0, "max_tokens": 9, "top_p": 0.9, "top_k": 3},
 }
-
-
-@pytest.fixture(scope="module")
-def steps() -> Iterator[StepEngine]:
-    with step_engine() as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def url(steps: StepEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    scratch = tmp_path_factory.mktemp("fuzz")
-    with session_server(make_byte_tokenizer(scratch / "model"), steps.url, scratch) as url:
-        yield url
 
 
 def send(

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
-from client_engine import Events, StepEngine, step_engine
+from client_engine import Events, StepEngine
 from client_fuzz import MANY, ODD, check_error, each, mutated, raw_json, replaced
-from client_truth import END, ids, make_byte_tokenizer
+from client_truth import END, ids
 from hypothesis import given
 from hypothesis import strategies as st
-from session_helpers import Agent, session_server
+from session_helpers import Agent
 
 GENERATED: dict[str, Any] = {
     "text": "ok",
@@ -27,19 +26,6 @@ GENERATED: dict[str, Any] = {
         "output_token_logprobs": [[-0.5, token, None] for token in [*ids("ok"), END]],
     },
 }
-
-
-@pytest.fixture(scope="module")
-def steps() -> Iterator[StepEngine]:
-    with step_engine() as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def url(steps: StepEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    scratch = tmp_path_factory.mktemp("fuzz")
-    with session_server(make_byte_tokenizer(scratch / "model"), steps.url, scratch) as url:
-        yield url
 
 
 @MANY
