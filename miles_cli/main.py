@@ -28,6 +28,7 @@ COMMANDS = {
     "config": ("miles_cli.config", "show the resolved configuration and where it comes from"),
     "data": ("miles_cli.data", "convert and check prompt rows"),
     "model": ("miles_cli.model", "make, warm-start and convert models"),
+    "checkpoint": ("miles_cli.checkpoint", "convert, export, check and show checkpoints"),
     "tasks": ("miles_cli.tasks", "check that tasks may be trained on"),
     "sessions": ("miles_cli.sessions", "check that a checkpoint's chats are token-exact"),
 }
@@ -36,7 +37,7 @@ COMMANDS = {
 def _overview() -> str:
     lines = ["usage: miles COMMAND ...", "", "Train language-model agents on terminal tasks.", ""]
     lines += ["commands:"]
-    lines += [f"  {name:<8}  {text}" for name, (_, text) in COMMANDS.items()]
+    lines += [f"  {name:<10}  {text}" for name, (_, text) in COMMANDS.items()]
     lines += [
         "",
         "options:",

@@ -12,6 +12,9 @@ from typing import Any
 
 from miles_core.checkpoints.layout import MANIFEST_FILE
 
+# name of a file -> its size and SHA-256
+Digests = dict[str, tuple[int, str]]
+
 
 def sync(path: Path) -> None:
     """Make a file's content, or a directory's names, durable."""
@@ -47,12 +50,16 @@ def _files(directory: Path) -> dict[str, Path]:
     }
 
 
-def seal(directory: Path, **about: Any) -> None:
-    """Sync everything below `directory` and write its manifest, with `about` beside the files."""
+def seal(directory: Path, known: Digests | None = None, **about: Any) -> None:
+    """Sync everything below `directory` and write its manifest, with `about` beside the files.
+
+    `known` has size and SHA-256 of files that were digested while they were written.
+    """
     entries = {}
     for name, path in _files(directory).items():
         sync(path)
-        entries[name] = {"size": path.stat().st_size, "sha256": digest(path)}
+        size, sha256 = (known or {}).get(name) or (path.stat().st_size, digest(path))
+        entries[name] = {"size": size, "sha256": sha256}
     for folder in (p for p in directory.rglob("*") if p.is_dir()):
         sync(folder)
     write_durably(directory / MANIFEST_FILE, json.dumps({**about, "files": entries}, indent=1))

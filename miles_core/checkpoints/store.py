@@ -44,6 +44,11 @@ def _published(root: Path) -> list[tuple[int, Path]]:
     return sorted(((int(match[1]), path) for match, path in found), reverse=True)
 
 
+def published(root: str | Path) -> list[Path]:
+    """Everything below a folder that carries a checkpoint's name, newest first."""
+    return [path for _, path in _published(Path(root))]
+
+
 def begin(root: str | Path, iteration: int) -> Path:
     """An empty directory to write a checkpoint into; leftovers of crashes are removed.
 
