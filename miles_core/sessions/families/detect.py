@@ -109,7 +109,7 @@ def common_prefix(one: str, other: str) -> int:
 def knows_tools(template: OwnTemplate) -> bool:
     """Whether a template shows tools to the model, or refuses them: it does not ignore them."""
     try:
-        return template.render([_USER], [_TOOL]) != template.render([_USER])
+        return template.render([_USER], [_TOOL], True) != template.render([_USER], (), True)
     except MessageError:
         return True
 

@@ -95,13 +95,14 @@ def make_tools(rng: random.Random) -> tuple[dict[str, Any], ...]:
 def about(words: Sequence[str]) -> list[Conversation]:
     """Conversations in which each of `words` is in turn what one kind of message says.
 
-    For the texts that a template looks for, such as a switch in a system message.
+    For the texts that a template looks for, such as a switch in a system message. There are some
+    of each shape also without words.
     """
     user, answer = Message("user", "List the files."), Message("assistant", "The answer is 42.")
     call = ToolCall("bash", {"command": "ls"}, "call00000")
     called, tools = Message("assistant", "", (call,)), make_tools(random.Random(0))
     found = []
-    for word in words:
+    for word in ("Be brief.", *words):
         result = Message("tool", word, (), "", call.id, call.name)
         system, asked = Message("system", word), Message("user", word)
         more = Message("system", f"Be kind. {word}")
