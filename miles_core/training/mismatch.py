@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 
 import torch
@@ -13,9 +14,11 @@ from miles_core.training.trajectories import trajectory_sums
 
 
 def mismatch_metrics(own: list[TrainSample]) -> dict[str, float]:
-    """Over all sampled tokens of the step, with x = old - rollout: mean and largest |x|, and the
-    two divergences as means over the engine's samples, KL(engine || trainer) of exp(x) - 1 - x and
-    KL(trainer || engine) of x exp(x) - exp(x) + 1. Equal on all ranks. Collective.
+    """Over all sampled tokens of the step, with x = old - rollout; equal on all ranks. Collective.
+
+    Mean and largest |x| (infinite where one is NaN, which a maximum over ranks would lose), and
+    the divergences as means over the engine's samples: KL(engine || trainer) of exp(x) - 1 - x,
+    KL(trainer || engine) of x exp(x) - exp(x) + 1.
     """
     sums: dict[str, float] = defaultdict(float)
     largest = 0.0
@@ -27,7 +30,7 @@ def mismatch_metrics(own: list[TrainSample]) -> dict[str, float]:
         sums["forward"] += (x.exp() - 1 - x).sum().item()
         sums["reverse"] += (x * x.exp() - x.exp() + 1).sum().item()
         sums["tokens"] += len(x)
-        largest = max(largest, x.abs().max().item())
+        largest = max(largest, x.abs().nan_to_num(nan=math.inf, posinf=math.inf).max().item())
     total = sum_over_ranks(sums, ("absolute", "forward", "reverse", "tokens"))
     tokens = max(1.0, total["tokens"])
     return {

@@ -66,6 +66,16 @@ def test_mismatch_entropy_and_advantages(layout: parallel.Layout) -> None:
         assert metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_mismatch_that_is_not_finite_shows(layout: parallel.Layout, bad: float) -> None:
+    case = make_case(1)
+    sequence = case.sequences[4][0]
+    sequence["rollout"][sequence["mask"]] = bad
+    metrics = run_step(case, CONFIG, layout)[1]
+    for name in ("train_rollout_logprob_abs_diff", "train_rollout_logprob_abs_diff_max"):
+        assert not math.isfinite(metrics[name]), name
+
+
 def test_the_divergences_are_those_of_the_distributions() -> None:
     """Over samples of the engine both estimates tend to the divergence that they are named for."""
     dice = torch.Generator().manual_seed(0)
