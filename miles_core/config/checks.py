@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from miles_core.config.algorithm_checks import algorithm_errors
+from miles_core.config.layout import layout_error, tokens_needed
 
 if TYPE_CHECKING:
     from miles_core.config.schema import MilesConfig
@@ -47,15 +48,14 @@ def cross_field_errors(config: MilesConfig) -> list[str]:
             f"rollout.rollout_max_response_len: {rollout.rollout_max_response_len} is above "
             f"max_seq_len ({rollout.max_seq_len})"
         )
-    if training.max_tokens_per_gpu < rollout.max_seq_len:
+    needed = tokens_needed(training, rollout.max_seq_len)
+    if training.max_tokens_per_gpu < needed:
         errors.append(
             f"training.max_tokens_per_gpu: {training.max_tokens_per_gpu} cannot hold one "
             f"trajectory of max_seq_len ({rollout.max_seq_len}); set --max-tokens-per-gpu "
-            f"{rollout.max_seq_len}"
+            f"{needed}"
         )
-    if training.num_trainer_ranks % training.tensor_model_parallel_size:
-        errors.append(
-            f"training.num_trainer_ranks: {training.num_trainer_ranks} is not a multiple of "
-            f"tensor_model_parallel_size ({training.tensor_model_parallel_size})"
-        )
+    fault = layout_error(training.num_trainer_ranks, training)
+    if fault is not None:
+        errors.append(f"training.num_trainer_ranks: {fault}")
     return errors + algorithm_errors(training, rollout.n_samples_per_prompt)

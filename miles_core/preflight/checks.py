@@ -22,6 +22,7 @@ from miles_core.agent_server.client import (
 )
 from miles_core.agent_server.protocol import Health
 from miles_core.config.keys import nearest
+from miles_core.config.layout import layout_error, read_model_shape
 from miles_core.config.schema import MilesConfig
 from miles_core.errors import UserError
 from miles_core.preflight.model_files import model_faults
@@ -98,6 +99,7 @@ def check_paths(config: MilesConfig) -> list[Problem]:
             faults = model_faults(model.hf_checkpoint)
             problems += [Problem("model.hf_checkpoint", fault, fix) for fault in faults]
             problems += [] if faults else _family_problems(config, model.hf_checkpoint)
+            problems += [] if faults else _layout_problems(config, model.hf_checkpoint)
     elif model.model_recipe is not None:
         fix = "set --model-recipe to a TOML recipe, or --hf-checkpoint to a model"
         problems += _need(model.model_recipe, "model.model_recipe", fix, kind="file")
@@ -111,6 +113,14 @@ def check_paths(config: MilesConfig) -> list[Problem]:
             fix = "set --agent-config to a YAML file, or leave it out"
             problems += _need(server.agent_config, "agent_server.agent_config", fix, kind="file")
     return problems
+
+
+def _layout_problems(config: MilesConfig, directory: Path) -> list[Problem]:
+    """Whether the trainer's ranks can hold the model as they are to be laid out."""
+    training = config.training
+    fault = layout_error(training.num_trainer_ranks, training, read_model_shape(directory))
+    fix = "set the sizes of a possible layout, or another --num-trainer-ranks"
+    return [] if fault is None else [Problem("training.num_trainer_ranks", fault, fix)]
 
 
 def check_programs(config: MilesConfig) -> list[Problem]:

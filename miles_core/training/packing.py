@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from miles_core.config.layout import padding
 from miles_core.training.config import TrainerConfig
 
 
@@ -33,15 +34,13 @@ class Limits:
 
 def limits(config: TrainerConfig) -> Limits:
     """What the micro-batches of a configuration may hold, over all context-parallel ranks."""
-    ranks = config.context_parallel_size
-    chunks = 2 * ranks if ranks > 1 else 1
-    tensor = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    unit, slack = padding(config)
     return Limits(
-        tokens=config.max_tokens_per_gpu * ranks,
+        tokens=config.max_tokens_per_gpu * config.context_parallel_size,
         samples=config.micro_batch_size,
         padded=not config.packing,
-        unit=chunks if config.packing else chunks * tensor,
-        slack=chunks * (tensor - 1) if config.packing else 0,
+        unit=unit,
+        slack=slack,
     )
 
 

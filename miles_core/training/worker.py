@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from miles_core.checkpoints.layout import HF_DIR, STATE_FILE, copy_hf_files
+from miles_core.config.layout import layout_error, read_model_shape
 from miles_core.modeling import dist_state, parallel
 from miles_core.modeling.hf_config import read_spec
 from miles_core.modeling.hf_weights import HFReader, load_hf, to_hf, write_hf
@@ -88,6 +89,10 @@ class TrainerWorker:
     def _build(self, hf_files: Path) -> Policy:
         self._hf_files = hf_files
         self._spec = read_spec(hf_files)
+        world = self._layout.world_size
+        fault = layout_error(world, self._config, read_model_shape(hf_files))
+        if fault is not None:
+            raise ValueError(fault)
         self._policy = Policy(self._config, self._spec)
         return self._policy
 
