@@ -210,7 +210,10 @@ async def _api_error(request: Request, error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
-    body = ApiError(error.status_code, code, error.detail).body()
+    text = error.detail
+    if error.status_code == 404:
+        text = "no such route: a session has v1/chat/completions and v1/models"
+    body = ApiError(error.status_code, code, text).body()
     return json_response(body, status=error.status_code)
 
 

@@ -40,7 +40,8 @@ def cut_samples(snapshot: Snapshot) -> bytes:
     """
     tree = snapshot.tree
     kept = tree.kept()
-    leaves = [turn for turn in kept if not tree.continued(turn)]
+    used = {turn.parent for turn in kept}
+    leaves = [turn for turn in kept if turn not in used]
     trained: set[Turn] = set()
     samples = [_sample(leaf, trained, snapshot.journal) for leaf in leaves]
     if trained != set(kept):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import gc
 import ipaddress
 import logging
@@ -24,6 +25,7 @@ from miles_core.sessions.chat import ChatService
 from miles_core.sessions.engine_call import EngineCaller
 from miles_core.sessions.families import ChatFamily, load_family
 from miles_core.sessions.http_limits import BoundedHead, raise_file_limit
+from miles_core.sessions.journal import SUFFIX
 from miles_core.sessions.parsers.sglang import Parse, sglang_parser
 from miles_core.sessions.store import Limits, SessionStore, locked
 
@@ -81,10 +83,16 @@ def _spill_dir(given: Path | None) -> Iterator[Path]:
         given.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryFile(dir=given) as probe:
             probe.write(b"x" * 4096)
+            probe.flush()
     except OSError as error:
-        raise UserError(
-            f"--spill-dir {given}: {error.strerror or error}", "Name a folder that can be written."
-        ) from error
+        if error.errno == errno.ENOSPC and any(given.glob(f"*{SUFFIX}")):
+            # What a server left that died for want of space can be read all the same.
+            log.warning("--spill-dir %s: %s", given, error.strerror)
+        else:
+            raise UserError(
+                f"--spill-dir {given}: {error.strerror or error}",
+                "Name a folder that can be written.",
+            ) from error
     yield given
 
 

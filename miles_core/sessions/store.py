@@ -45,8 +45,9 @@ def locked(directory: Path) -> Iterator[None]:
             "Give each server a folder of its own.",
         ) from error
     try:
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        with contextlib.suppress(OSError):  # the lock holds, who has it can only not be told
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
         yield
     finally:
         os.close(descriptor)

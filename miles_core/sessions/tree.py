@@ -7,6 +7,7 @@ or a new root. Nothing recorded is ever changed.
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,7 @@ from miles_core.sessions.messages import Message, MessageError, parse_message
 
 _MOST_FORMS = 3
 
-Question = tuple[int, bytes, str]
+Question = tuple[bytes, bytes, str]
 
 
 @dataclass(eq=False, slots=True)
@@ -33,7 +34,7 @@ class Turn:
 
     `forms` are the last ways in which a client has sent `new` and `answer`. It repeats all earlier
     messages with each request, nearly always in the form of the last time, so that comparing these
-    is enough and nothing is parsed again.
+    is enough and nothing is parsed again. `digest` is that of all ids from the root to the end.
     """
 
     index: int
@@ -53,6 +54,12 @@ class Turn:
     experts: tuple[int, int] | None = None
     unseen: bool = False
     forms: list[list[Any]] = field(default_factory=list)
+    digest: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        past = self.parent.digest if self.parent else b""
+        ids = self.prompt_ids.tobytes() + self.output_ids.tobytes()
+        self.digest = hashlib.blake2b(past + ids, digest_size=16).digest()
 
     def path(self) -> list[Turn]:
         """The turns from the first one to this."""
@@ -90,13 +97,16 @@ class Turn:
         return same
 
     def question(self) -> Question:
-        """What was asked: two turns with the same question differ in their answers alone."""
+        """What was asked: two turns with the same question differ in their answers alone.
+
+        Two turns of the same ids are the same past, whichever of them a request was attached to.
+        """
         return question(self.parent, self.prompt_ids, self.tools_key)
 
 
 def question(parent: Turn | None, prompt_ids: np.ndarray, tools_key: str) -> Question:
     """What a call asks, as something to compare."""
-    return _index(parent), prompt_ids.tobytes(), tools_key
+    return parent.digest if parent else b"", prompt_ids.tobytes(), tools_key
 
 
 class Tree:
@@ -133,30 +143,27 @@ class Tree:
         """Whether a later turn builds on this one's answer."""
         return turn in self._children
 
-    def superseded(self) -> set[Turn]:
-        """Turns whose answer the client never used: it asked the very same again.
+    def kept(self) -> list[Turn]:
+        """The turns that count and are trained, in the order of recording.
 
-        Two calls that ran at the same time are no retry of each other, unless one of them has lost
-        its client.
+        Left out are those whose answer the client never used, because it asked the very same again:
+        no kept turn builds on them. Two calls that ran at the same time are no retry of each other,
+        unless one of them has lost its client.
         """
         last: dict[Question, Turn] = {}
         for turn in self.turns:
-            asked = turn.question()
-            other = last.setdefault(asked, turn)
+            other = last.setdefault(turn.question(), turn)
             if (not turn.unseen, turn.started) > (not other.unseen, other.started):
-                last[asked] = turn
-        return {
-            turn
-            for turn in self.turns
-            if not self.continued(turn)
-            and (other := last[turn.question()]) is not turn
-            and (turn.unseen or other.started >= turn.ended)
-        }
-
-    def kept(self) -> list[Turn]:
-        """The turns that count and are trained, in the order of recording."""
-        dropped = self.superseded()
-        return [turn for turn in self.turns if turn not in dropped]
+                last[turn.question()] = turn
+        kept: list[Turn] = []
+        used: set[Turn | None] = set()
+        for turn in reversed(self.turns):  # children come before their parents
+            other = last[turn.question()]
+            again = other is not turn and (turn.unseen or other.started >= turn.ended)
+            if turn in used or not again:
+                kept.append(turn)
+                used.add(turn.parent)
+        return kept[::-1]
 
     def snapshot(self) -> Tree:
         """A tree with the same turns, which stays as it is."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
 import signal
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +20,11 @@ import pytest
 from session_helpers import TOKEN, Agent, ScriptedEngine, server_command, session_server, until
 from test_session_server import DONE, USER, check_exact
 
+from miles_core.errors import UserError
+from miles_core.sessions import server
 from miles_core.sessions.families import ChatFamily
+from miles_core.sessions.journal import Journal
+from miles_core.sessions.store import locked
 
 
 @pytest.mark.parametrize(
@@ -203,3 +209,50 @@ def test_a_server_without_file_descriptors_goes_on(
     finally:
         process.terminate()
         assert process.wait(20) in (0, -15)
+
+
+def test_what_a_server_left_is_read_when_the_disk_is_full(
+    tokenizer_dir: Path,
+    engine: ScriptedEngine,
+    http: httpx.Client,
+    family: ChatFamily,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept = tmp_path / "kept"
+    more = ["--spill-dir", str(kept), "--ready-file", str(tmp_path / "ready.json")]
+    process = subprocess.Popen(
+        server_command(tokenizer_dir, engine.url, *more),
+        env={**os.environ, "MILES_SESSION_TOKEN": TOKEN},
+    )
+    try:
+        until(lambda: (tmp_path / "ready.json").exists() or process.poll() is not None)
+        agent = Agent(json.loads((tmp_path / "ready.json").read_text())["url"], http)
+        engine.script = [family.render_output(DONE)]
+        agent.message([USER])
+        before = agent.samples()
+    finally:
+        process.kill()
+        process.wait()
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    with server._spill_dir(kept) as directory, locked(directory):
+        (path,) = directory.glob("*.session")
+        stored = Journal(path).read()
+        assert [turn.rid for turn in stored.tree.turns] == [
+            turn["rid"] for turn in before["samples"][0]["turns"]
+        ]
+    (tmp_path / "new").mkdir()
+    with pytest.raises(UserError, match="No space left"), server._spill_dir(tmp_path / "new"):
+        pass
+
+
+def test_another_route_says_which_there_are(server_url: str, http: httpx.Client) -> None:
+    agent = Agent(server_url, http)
+    for route in ("completions", "responses", "embeddings"):
+        answer = http.post(f"{agent.url}/v1/{route}", json={})
+        assert answer.status_code == 404
+        assert "v1/chat/completions" in answer.json()["error"]["message"]

@@ -73,8 +73,8 @@ def test_deep_nesting_repeats_nothing() -> None:
         assert not turn_of(USER, USER).is_repeated_by([USER, {**USER, name: deep}])
 
 
-def add(tree: Tree, parent: Turn | None, asked: list[str], said: str, **when: int) -> Turn:
-    ids = np.array([len(tree.turns)], np.int32)
+def add(tree: Tree, parent: Turn | None, asked: list[str], said: str, **when: Any) -> Turn:
+    ids = np.array(when.get("ids", [len(tree.turns)]), np.int32)
     index = len(tree.turns)
     turn = Turn(
         index=index,
@@ -117,7 +117,7 @@ def test_the_deepest_turn_is_continued_and_of_two_the_newer() -> None:
     assert tree.attach(talk[:1], "") == (None, 0)
     assert tree.attach([user("x"), *talk], "") == (None, 0)
     assert tree.attach(talk, "other tools") == (None, 0)
-    assert child in tree.superseded() and twin not in tree.superseded()
+    assert child not in tree.kept() and twin in tree.kept()
 
 
 def test_a_retry_is_no_branch_and_a_parallel_call_is_one() -> None:
@@ -125,13 +125,23 @@ def test_a_retry_is_no_branch_and_a_parallel_call_is_one() -> None:
     unused = add(tree, None, ["a"], "1", started=1, ended=2)
     first = add(tree, None, ["a"], "2", started=3, ended=6)
     second = add(tree, None, ["a"], "3", started=4, ended=5)
-    assert tree.superseded() == {unused}
+    assert unused not in tree.kept()
     assert tree.kept() == [first, second]
     add(tree, second, ["b"], "4", started=7, ended=8)
     again = add(tree, None, ["a"], "5", started=9, ended=10)
     # What was built on stays; of the others the last is the one that the client has.
-    assert tree.superseded() == {unused, first}
     assert [turn.rid for turn in tree.kept()] == ["2", "3", again.rid]
+
+
+def test_a_retry_of_a_follow_up_is_known_whichever_twin_it_continues() -> None:
+    """The same question had the same answer twice: who goes on from it goes on from both."""
+    tree = Tree()
+    first = add(tree, None, ["a"], "same", ids=[7])
+    follow_up = add(tree, first, ["b"], "1")
+    twin = add(tree, None, ["a"], "same", ids=[7])
+    again = add(tree, twin, ["b"], "2")
+    assert follow_up.question() == again.question()
+    assert tree.kept() == [twin, again], "the first of each is a retry that nobody used"
 
 
 words = st.lists(st.sampled_from(["a", "b"]), min_size=1, max_size=3)

@@ -12,6 +12,7 @@ from miles_core.sessions.parsers.reasoning import (
     render_reasoning,
     settled_reasoning,
     split_reasoning,
+    take_reasoning,
 )
 
 START = "<|im_start|>"
@@ -111,6 +112,7 @@ class Thinking(ChatMl):
         return f"{START}assistant\n" + ("<think>\n" if self.opened else "")
 
     def answer(self, message: Message) -> str:
+        message = take_reasoning(message)
         body = hermes.render_calls(message) + END
         reasoning = message.reasoning_content.strip("\n")
         if self.opened:

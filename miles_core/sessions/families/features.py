@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from miles_core.sessions.messages import Message
+from miles_core.sessions.parsers.reasoning import take_reasoning
 
 FEATURES = {
     "old_reasoning": "an answer with reasoning stands before a later user message",
@@ -39,7 +40,7 @@ def features(messages: Sequence[Message], tools_ignored: bool, has_tools: bool) 
     found: set[str] = set()
     last_user = max((i for i, m in enumerate(messages) if m.role == "user"), default=-1)
     called = False
-    for index, message in enumerate(messages):
+    for index, message in enumerate(map(take_reasoning, messages)):
         texts = (message.content, message.reasoning_content)
         if any(text != text.strip() for text in texts):
             found.add("edge_space")

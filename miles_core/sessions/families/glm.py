@@ -14,7 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from miles_core.sessions.families.notation import PromptByLast, Tools
 from miles_core.sessions.messages import Message
 from miles_core.sessions.parsers import glm
-from miles_core.sessions.parsers.reasoning import settled_reasoning, split_reasoning
+from miles_core.sessions.parsers.reasoning import (
+    settled_reasoning,
+    split_reasoning,
+    take_reasoning,
+)
 from miles_core.sessions.parsers.text import json_text
 
 _OPENERS = {
@@ -88,6 +92,7 @@ class Glm45(PromptByLast):
 
     def _answer_text(self, message: Message) -> str:
         """What stands between the token of the assistant and that of the next turn."""
+        message = take_reasoning(message)
         thought = f"<think>{message.reasoning_content.strip()}</think>"
         return self.line + thought + glm.render_answer(message, self.line)
 

@@ -135,8 +135,10 @@ class OwnTemplate:
             name: tokenizer.special_token(name) or "" for name in ("bos_token", "eos_token")
         }
         self._text_arguments = {False: False, True: False}
+        self._final = ""
         for with_tools in self._templates:
             self._text_arguments[with_tools] = self._wants_text(with_tools)
+        self._final = self._final_token()
 
     def render(
         self,
@@ -145,14 +147,17 @@ class OwnTemplate:
         generation_prompt: bool = False,
         now: datetime | None = None,
     ) -> str:
-        """The text of a conversation at the time `now`; `MessageError` when it is refused."""
+        """The text of a conversation at the time `now`; `MessageError` when it is refused.
+
+        A token that ends the text alone, and not the last turn, is left out.
+        """
         at = now or datetime.now()
         template = self._templates.get(bool(tools))
         if template is None:
             raise MessageError("the checkpoint has a chat template for requests with tools only")
         text_arguments = self._text_arguments[bool(tools)]
         try:
-            return template.render(
+            text = template.render(
                 messages=[_raw(message, text_arguments) for message in messages],
                 tools=list(tools) or None,
                 documents=None,
@@ -163,6 +168,18 @@ class OwnTemplate:
             )
         except _REFUSALS as error:
             raise MessageError(f"the chat template refuses these messages: {error}") from error
+        return text if generation_prompt else text.removesuffix(self._final)
+
+    def _final_token(self) -> str:
+        """The `eos_token`, where it ends a text without generation prompt and is no one's turn."""
+        token = self._tokens["eos_token"]
+        try:
+            plain = self.render([Message("user", "q")])
+            prompt = self.render([Message("user", "q")], (), True)
+        except MessageError:
+            return ""
+        final = token and plain.endswith(token) and not prompt.startswith(plain)
+        return token if final and prompt.startswith(plain.removesuffix(token)) else ""
 
     def _wants_text(self, with_tools: bool) -> bool:
         """Whether an object for a call's arguments is refused, or comes out as no JSON."""

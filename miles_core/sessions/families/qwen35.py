@@ -9,6 +9,7 @@ from miles_core.sessions.families.chatml import END, START, ChatMl
 from miles_core.sessions.families.notation import Tools
 from miles_core.sessions.messages import Message
 from miles_core.sessions.parsers.qwen_xml import QwenXml, render_calls
+from miles_core.sessions.parsers.reasoning import take_reasoning
 from miles_core.sessions.parsers.text import json_text
 
 _OLD_ANSWER = (
@@ -66,6 +67,7 @@ class Qwen35(ChatMl):
         return f"{START}assistant\n{self.opening}"
 
     def answer(self, message: Message) -> str:
+        message = take_reasoning(message)
         reasoning = f"{message.reasoning_content.strip()}\n</think>\n\n" if self.reasoning else ""
         return reasoning + render_calls(message, self.as_python) + END
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from miles_core.sessions.messages import Message
 from miles_core.sessions.parsers.blocks import safe_length
 
 START = "<think>"
@@ -47,3 +50,16 @@ def settled_reasoning(text: str, opened: bool = False) -> tuple[str, str | None]
 def render_reasoning(reasoning: str) -> str:
     """Reasoning as it stands before an answer's content, <think> included."""
     return f"{START}\n{reasoning}\n{END}\n\n"
+
+
+def take_reasoning(message: Message) -> Message:
+    """An answer whose content holds reasoning, with the reasoning in its place.
+
+    So do the templates of models that think: a client that knows no reasoning sends it back in the
+    content. What precedes <think>, or stands between two </think>, is left out, as there.
+    """
+    if message.reasoning_content or END not in message.content:
+        return message
+    reasoning = message.content.partition(END)[0].rstrip("\n").rpartition(START)[2].lstrip("\n")
+    content = message.content.rpartition(END)[2].lstrip("\n")
+    return replace(message, content=content, reasoning_content=reasoning)
