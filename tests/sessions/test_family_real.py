@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from family_cases import CASES, SLOW_CASES, Case, conversations
+from family_cases import CASES, SLOW_CASES, TOOLS, Case, conversations
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from real_tokenizers import tokenizer_dir
 
 from miles_core.errors import UserError
 from miles_core.sessions.families import load_family
+from miles_core.sessions.families.jinja import OwnTemplate
 from miles_core.sessions.families.own_template import TemplateNotation
+from miles_core.sessions.messages import Message, ToolCall
 from miles_core.sessions.verify.check import verify
 
 EVERY = [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_CASES)]
@@ -63,7 +65,7 @@ def test_without_a_template_the_tokens_tell(tokenizer: str, name: str) -> None:
     ("template", "said"),
     [
         ("trl/nemotron_3_nano", "rewrites earlier messages, at message"),
-        ("trl/phi3", "ends an answer with"),
+        ("trl/phi3", "ends an answer of words with"),
     ],
 )
 def test_tokens_of_qwen_with_another_notation_are_refused(template: str, said: str) -> None:
@@ -77,6 +79,29 @@ def test_the_own_template_of_qwen3_rewrites_old_reasoning() -> None:
     with pytest.raises(UserError, match="rewrites earlier messages") as caught:
         load_family(directory, "template")
     assert "assistant, reasoning" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        case
+        for case in CASES
+        if case.family in ("qwen3", "qwen3-thinking", "qwen3.5", "qwen3.6", "glm45")
+    ],
+    ids=str,
+)
+def test_reasoning_that_a_client_sends_in_the_content(case: Case) -> None:
+    """Few-shot answers, and those of clients that know no reasoning: as the template has them."""
+    family, template = case.load(), OwnTemplate(case.load().tokenizer)
+    call = ToolCall("bash", {"command": "ls"}, "call00000")
+    result = Message("tool", "one\n", (), "", "call00000", "bash")
+    for content in (
+        "<think>\nthought\n</think>\n\nI look.",
+        "thought</think>I look.",
+        "I </think>",
+    ):
+        talk = [Message("user", "q"), Message("assistant", content, (call,)), result]
+        assert family.render_text(talk, TOOLS) == template.render(talk, TOOLS, True)
 
 
 def test_a_template_for_training_is_append_only() -> None:

@@ -150,6 +150,20 @@ def test_an_answer_has_to_end_with_a_token(tmp_path: Path) -> None:
             load_family(directory(tmp_path / str(number), written(last)), "template")
 
 
+@pytest.mark.parametrize("always", [False, True])
+def test_what_ends_the_text_alone_is_no_part_of_an_answer(always: bool, tmp_path: Path) -> None:
+    """As Phi-3, whose text ends with another token; as Llama 3, which always asks for more."""
+    more = "" if always else "{% else %}{{ eos_token }}"
+    template = PLAIN.removesuffix("{% endif %}") + more + "{% endif %}"
+    if always:
+        template = template.replace("{% if add_generation_prompt %}", "{% if true %}")
+    family = load_family(directory(tmp_path, template, eos_token="<|endoftext|>"), "template")
+    assert family.notation.stops == ("<|im_end|>",)
+    for talk in MIXED:
+        check_exact(family, talk)
+    assert verify(family, number=10).ok
+
+
 PLAIN = TEMPLATE.replace(ANSWER, "{{ message.content + '<|im_end|>\n' }}")
 ASKS = "{{ '<|im_start|>assistant\n' }}"
 # What a generation prompt may depend on.
