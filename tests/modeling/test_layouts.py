@@ -1,0 +1,119 @@
+"""Loss, gradient norm and weights after five steps are the same however the work is cut."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from family_models import make_moe
+from layout_helpers import alone, assert_same, assert_same_weights, run_cases
+from trainer_helpers import make_hf, make_rollout
+
+TP, SP = {"tensor_model_parallel_size": 2}, {"sequence_parallel": True}
+PP, CP = {"pipeline_model_parallel_size": 2}, {"context_parallel_size": 2}
+EP, PADDED = {"expert_model_parallel_size": 2}, {"packing": False}
+RECOMPUTE = {"recompute": True}
+
+Cases = dict[str, tuple[str, dict[str, Any]]]
+TWO: Cases = {
+    "tp_sp_recompute": ("dense", TP | SP | RECOMPUTE),
+    "pp": ("dense", PP),
+    "cp": ("dense", CP),
+    "moe_ep": ("glm4_moe_lite", EP | {"micro_batch_size": 2}),
+    "moe_pp": ("glm4_moe_lite", PP),
+    "moe_tp_sp": ("glm4_moe_lite", TP | SP),
+}
+OF_ALL = {
+    "tp_sp_padded": TP | SP | PADDED,
+    "pp_padded": PP | PADDED | {"micro_batch_size": 2},
+    "cp": CP,
+    "cp_padded": CP | PADDED,
+    "dp": {},
+}
+WITH_EXPERTS = {"ep": EP, "tp_sp_ep": TP | SP | EP | RECOMPUTE, "cp_ep": CP | EP | RECOMPUTE}
+TWO_SLOW: Cases = {
+    f"{kind}_{name}": (kind, changes)
+    for kind, layouts in {
+        "dense": {"tp": TP, **OF_ALL},
+        "untied": {"tp": TP, **OF_ALL},
+        "qwen3_moe": OF_ALL | WITH_EXPERTS,
+        "glm4_moe": OF_ALL | WITH_EXPERTS,
+        "glm4_moe_lite": OF_ALL | WITH_EXPERTS,
+    }.items()
+    for name, changes in layouts.items()
+}
+FOUR: Cases = {
+    "tp_pp_sp": ("dense", TP | PP | SP),
+    "tp_cp": ("dense", TP | CP),
+    "pp_cp": ("dense", PP | CP | PADDED),
+    "tp_dp": ("dense", TP),
+    "cp4": ("dense", {"context_parallel_size": 4}),
+    "pp_dp": ("dense", PP | RECOMPUTE | {"micro_batch_size": 1}),
+    "ep4": ("glm4_moe_lite", {"expert_model_parallel_size": 4}),
+    "ep_pp": ("glm4_moe_lite", EP | PP),
+    "tp_sp_ep4": ("glm4_moe_lite", TP | SP | {"expert_model_parallel_size": 4}),
+    "tp_sp_ep_pp": ("glm4_moe_lite", TP | SP | EP | PP),
+    "cp_ep_dp": ("glm4_moe_lite", CP | EP),
+    "tp_sp_cp_ep": ("glm4_moe_lite", TP | SP | CP | EP),
+}
+
+
+def model(directory: Path, kind: str) -> Path:
+    if kind in ("dense", "untied"):
+        return make_hf(directory / kind, "qwen3", tied=kind == "dense")
+    return make_moe(directory / kind, kind)
+
+
+def compare(directory: Path, world: int, cases: Cases) -> None:
+    rollout = make_rollout(directory / "0.pt")
+    kinds = {kind for kind, _ in cases.values()}
+    hf = {kind: model(directory, kind) for kind in kinds}
+    want = {kind: alone(hf[kind], rollout, directory / f"one-{kind}") for kind in kinds}
+    got = run_cases(
+        directory,
+        world,
+        rollout,
+        {
+            name: {"hf": str(hf[kind]), "changes": changes}
+            for name, (kind, changes) in cases.items()
+        },
+    )
+    for name, (kind, _) in cases.items():
+        assert_same(name, got[name], want[kind])
+        assert_same_weights(directory / f"run-{name}", directory / f"one-{kind}")
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    compare(tmp_path, 2, TWO)
+
+
+@pytest.mark.slow
+def test_two_ranks_of_all_families(tmp_path: Path) -> None:
+    compare(tmp_path, 2, TWO_SLOW)
+
+
+@pytest.mark.slow
+def test_four_ranks(tmp_path: Path) -> None:
+    compare(tmp_path, 4, FOUR)
+
+
+@pytest.mark.parametrize("kind", ["dense", "glm4_moe_lite"])
+def test_micro_batches_and_recompute(kind: str, tmp_path: Path) -> None:
+    """One sample at a time, two, eight; packed and padded; trajectories whole and split."""
+    hf = model(tmp_path, kind)
+    whole = make_rollout(tmp_path / "0.pt")
+    (tmp_path / "split").mkdir()
+    split = make_rollout(tmp_path / "split" / "0.pt", split=True)
+    want = alone(hf, whole, tmp_path / "want", max_tokens_per_gpu=4096)
+    for number, (rollout, changes) in enumerate(
+        [
+            (whole, {"micro_batch_size": 1}),
+            (whole, {"micro_batch_size": 2, **PADDED}),
+            (whole, {"micro_batch_size": 8, **PADDED}),
+            (whole, {"micro_batch_size": 8, **RECOMPUTE}),
+            (split, {"micro_batch_size": 2, **PADDED}),
+            (split, {}),
+        ]
+    ):
+        got = alone(hf, rollout, tmp_path / f"got-{number}", **changes)
+        assert_same(str(changes), got, want)
+        assert_same_weights(tmp_path / f"got-{number}", tmp_path / "want")
