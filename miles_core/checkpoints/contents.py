@@ -111,7 +111,7 @@ def contents(directory: Path) -> Contents:
             sections.append(Section(name, number, sum(dtypes.values()), size, dict(dtypes)))
     about = manifest.read(directory) or {}
     state = _json(directory / STATE_FILE)
-    layout = torch.load(directory / "common.pt", weights_only=False).get("layout") or {}
+    layout = torch.load(directory / "common.pt", weights_only=True).get("layout") or {}
     return Contents(
         path=str(directory),
         kind=about.get("kind", "checkpoint"),
