@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 # Largest difference of logits to transformers', as a share of the largest logit, in float32.
@@ -87,25 +88,27 @@ def compare_logits(model: object, hf_dir: Path) -> float:
     return difference
 
 
-def differing_tensors(torch_dist: Path, hf_dir: Path) -> list[str]:
+def differing_tensors(torch_dist: Path, hf_dir: Path, workers: int = 2) -> list[str]:
     """Hugging Face names of the tensors that are not, bit for bit, those of `hf_dir`.
 
-    Needs memory for the largest one. Joins a process group of its own.
+    Needs memory for the `workers` largest ones. Joins a process group of its own.
     """
     import torch
 
     from miles_core.modeling.families import weights
     from miles_core.modeling.hf_config import read_spec
     from miles_core.modeling.hf_weights import HFReader
+    from miles_core.modeling.mapping import Weight
     from miles_core.modeling.shard_map import shard_map
     from miles_core.modeling.sharded_files import ShardReader
 
     spec = read_spec(hf_dir)
     layout, stored, source = shard_map(spec), ShardReader(torch_dist), HFReader(hf_dir)
-    differing = []
-    for weight in weights(spec):
+
+    def differing(weight: Weight) -> list[str]:
         value = stored.parameter(layout.pieces[weight.ours], layout.shapes[weight.ours])
-        for name, part in zip(weight.theirs, weight.cut.whole([value]), strict=True):
-            if not torch.equal(part, source(name)):
-                differing.append(name)
-    return differing
+        parts = zip(weight.theirs, weight.cut.whole([value]), strict=True)
+        return [name for name, part in parts if not torch.equal(part, source(name))]
+
+    with ThreadPoolExecutor(workers) as pool:
+        return [name for names in pool.map(differing, weights(spec)) for name in names]

@@ -99,7 +99,7 @@ def convert_to_torch_dist(
             digests = stream.run(workers, report)
             if check == "auto":
                 check = "logits" if logits_fit(stream.weights) else "tensors"
-            difference = _compare(directory, source, check)
+            difference = _compare(directory, source, check, workers)
         except (ConversionError, ValueError, KeyError):
             shutil.rmtree(directory)  # going on would end in the same way
             raise
@@ -119,11 +119,11 @@ def _may_replace(out: Path) -> None:
         raise FileExistsError(f"{out} holds something else than a conversion; choose another path")
 
 
-def _compare(directory: Path, source: Path, check: str) -> float | None:
+def _compare(directory: Path, source: Path, check: str, workers: int) -> float | None:
     """The difference of logits, or None when tensors were compared. Raises ConversionError."""
     if check == "logits":
         return logit_difference(directory, source)
-    differing = differing_tensors(directory, source)
+    differing = differing_tensors(directory, source, workers)
     if differing:
         raise ConversionError(
             f"{len(differing)} tensors of the converted {source} differ, {differing[0]} first"

@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 from miles_core.checkpoints.layout import is_hf_file
-from miles_core.checkpoints.manifest import digest
+from miles_core.checkpoints.manifest import digests
 
 
 def source_fingerprint(hf_dir: str | Path) -> str:
@@ -15,8 +15,12 @@ def source_fingerprint(hf_dir: str | Path) -> str:
     directory = Path(hf_dir)
     if not directory.is_dir():
         raise FileNotFoundError(f"{directory} is not a directory")
+    paths = [
+        path
+        for path in sorted(directory.iterdir())
+        if is_hf_file(path) or (path.is_file() and path.suffix == ".safetensors")
+    ]
     total = hashlib.sha256()
-    for path in sorted(directory.iterdir()):
-        if is_hf_file(path) or (path.is_file() and path.suffix == ".safetensors"):
-            total.update(f"{path.name}\0{digest(path)}\n".encode())
+    for path, content in zip(paths, digests(paths), strict=True):
+        total.update(f"{path.name}\0{content}\n".encode())
     return total.hexdigest()

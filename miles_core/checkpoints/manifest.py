@@ -7,10 +7,13 @@ import json
 import os
 import shutil
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from miles_core.checkpoints.layout import MANIFEST_FILE
+
+THREADS = 4  # that read and digest files
 
 # name of a file -> its size and SHA-256
 Digests = dict[str, tuple[int, str]]
@@ -42,6 +45,12 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def digests(paths: list[Path]) -> list[str]:
+    """SHA-256 of several files, several at a time."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        return list(pool.map(digest, paths))
+
+
 def _files(directory: Path) -> dict[str, Path]:
     return {
         path.relative_to(directory).as_posix(): path
@@ -55,11 +64,17 @@ def seal(directory: Path, known: Digests | None = None, **about: Any) -> None:
 
     `known` has size and SHA-256 of files that were digested while they were written.
     """
-    entries = {}
-    for name, path in _files(directory).items():
+    files = _files(directory)
+    for path in files.values():
         sync(path)
-        size, sha256 = (known or {}).get(name) or (path.stat().st_size, digest(path))
-        entries[name] = {"size": size, "sha256": sha256}
+    unknown = [name for name in files if name not in (known or {})]
+    found = digests([files[name] for name in unknown])
+    sizes = {
+        name: (files[name].stat().st_size, sha256)
+        for name, sha256 in zip(unknown, found, strict=True)
+    }
+    both = {**(known or {}), **sizes}
+    entries = {name: {"size": both[name][0], "sha256": both[name][1]} for name in files}
     for folder in (p for p in directory.rglob("*") if p.is_dir()):
         sync(folder)
     write_durably(directory / MANIFEST_FILE, json.dumps({**about, "files": entries}, indent=1))
@@ -85,11 +100,13 @@ def verify(directory: Path) -> str | None:
     manifest = read(directory)
     if manifest is None:
         return f"{MANIFEST_FILE} is missing or unreadable"
-    present = _files(directory)
-    for name, entry in manifest["files"].items():
-        problem = _fault(present.get(name), entry)
-        if problem is not None:
-            return f"{name} {problem}"
+    present, files = _files(directory), manifest["files"]
+    with ThreadPoolExecutor(THREADS) as pool:
+        faults = pool.map(_fault, (present.get(name) for name in files), files.values())
+        for name, fault in zip(files, faults, strict=True):
+            if fault is not None:
+                pool.shutdown(cancel_futures=True)
+                return f"{name} {fault}"
     return None
 
 

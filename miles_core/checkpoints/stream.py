@@ -137,11 +137,11 @@ class Stream:
 
     def run(self, workers: int, report: Report | None) -> dict[str, tuple[int, str]]:
         """Write what is missing, then the index; size and SHA-256 of every shard file."""
-        from miles_core.modeling.sharded_files import Item, write_index
+        from miles_core.modeling.sharded_files import Item, without_crc32, write_index
 
         complete = self._complete()
         clock = _Clock(self._elements(), set(complete), report)
-        with ThreadPoolExecutor(workers) as pool:
+        with without_crc32(), ThreadPoolExecutor(workers) as pool:
             tasks = {
                 pool.submit(self._write, number): number
                 for number in range(len(self._groups) + 1)

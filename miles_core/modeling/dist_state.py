@@ -18,12 +18,13 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_
 
 from miles_core.modeling.gpt import PolicyModel
 from miles_core.modeling.optim import Optimizer
+from miles_core.modeling.sharded_files import without_crc32
 
 
 def _write_file(bucket: Any, transforms: list[Any]) -> list[Any]:
     """Write one file of a rank, durably; the places of its tensors."""
     path, key, (objects, tensors) = bucket
-    with open(path, "wb") as stream:
+    with open(path, "wb") as stream, without_crc32():
         places = [
             _write_item(
                 transforms[0],

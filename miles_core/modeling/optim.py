@@ -19,6 +19,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.transformer.module import Float16Module
 
 from miles_core.modeling.gpt import PolicyModel
+from miles_core.modeling.optim_state import states_in_place
 
 
 @dataclass(frozen=True)
@@ -149,3 +150,4 @@ def _set_states_but_step(
 
 _megatron_set_states = DistributedOptimizer._set_main_param_and_optimizer_states
 DistributedOptimizer._set_main_param_and_optimizer_states = _set_states_but_step
+DistributedOptimizer.get_parameter_state_dp_zero = states_in_place

@@ -12,7 +12,8 @@ import json
 import math
 import os
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -52,6 +53,17 @@ class Item:
     file: str
     place: int
     length: int
+
+
+@contextmanager
+def without_crc32() -> Iterator[None]:
+    """torch.save leaves out its own check sums: every file has a SHA-256 in the manifest."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 class ShardFile:

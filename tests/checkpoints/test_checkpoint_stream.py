@@ -21,7 +21,13 @@ from miles_core.modeling.hf_config import read_spec  # noqa: E402
 from miles_core.modeling.hf_weights import HFReader, load_hf  # noqa: E402
 from miles_core.modeling.sharded_files import read_index  # noqa: E402
 
-FAMILIES = ("qwen3", "llama", "qwen3_moe", "glm4_moe", "glm4_moe_lite")
+FAMILIES = (
+    "qwen3",
+    "qwen3_moe",
+    "glm4_moe_lite",
+    pytest.param("llama", marks=pytest.mark.slow),
+    pytest.param("glm4_moe", marks=pytest.mark.slow),
+)
 
 
 def source_of(kind: str, directory: Path) -> Path:
@@ -191,6 +197,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_the_largest_weight_not_of_the_model(tmp_path: Path) -> None:
     """About 190 MB of weights, of which the largest have 8 MB."""
     import os
