@@ -76,16 +76,20 @@ def test_options_change_the_update(base: Path, rollout: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variant", "tp"),
+    ("variant", "layout"),
     [
-        ("gspo", 1),
-        ("reinforce++", 1),
-        pytest.param("reinforce++", 2, marks=pytest.mark.slow),
-        pytest.param("rloo", 1, marks=pytest.mark.slow),
+        ("gspo", {}),
+        ("reinforce++", {}),
+        pytest.param("rloo", {}, marks=pytest.mark.slow),
+        *(
+            pytest.param(variant, {f"{kind}_parallel_size": 2}, marks=pytest.mark.slow)
+            for variant in VARIANTS
+            for kind in ("tensor_model", "pipeline_model", "context")
+        ),
     ],
 )
 def test_ranks_do_not_show(
-    base: Path, rollout: Path, tmp_path: Path, variant: str, tp: int
+    base: Path, rollout: Path, tmp_path: Path, variant: str, layout: dict[str, int]
 ) -> None:
     options = {**VARIANTS[variant], "max_tokens_per_gpu": 60}
     want = trained(base, rollout, **options)[0]
@@ -99,7 +103,7 @@ def test_ranks_do_not_show(
         port,
         [["init", str(base), str(base)], *[["train", 0, str(split)]] * 2],
         global_batch_size=2,
-        tensor_model_parallel_size=tp,
+        **layout,
         **options,
     )
     assert_same(want, answers[1:], rel=1e-3)

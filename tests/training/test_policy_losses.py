@@ -111,3 +111,12 @@ def test_a_value_that_is_not_finite_is_not_hidden(bad: float, kl: str) -> None:
             values[name] = torch.tensor([1.0, bad])
         loss, _ = policy_loss(log_probs, TokenData(**values), settings)
         assert not torch.isfinite(loss), name
+
+
+@pytest.mark.parametrize("mode", ["tis", "mis", "icepop"])
+def test_importance_weights_of_what_is_not_finite_are_nan(mode: str) -> None:
+    settings = ImportanceSettings(mode, "token", 0.5, 2.0)  # type: ignore[arg-type]
+    log_rho = torch.tensor([0.0, 9.0, -9.0, float("nan"), float("inf"), float("-inf")])
+    weights = importance_weights(log_rho, settings)
+    assert weights[:3].tolist() == ([1.0, 2.0, 0.5] if mode == "tis" else [1.0, 0.0, 0.0])
+    assert torch.isnan(weights[3:]).all()
