@@ -19,7 +19,7 @@ from miles_core.sessions.families.qwen import Qwen3
 from miles_core.sessions.messages import Message, MessageError
 from miles_core.sessions.tokens import ChatTokenizer
 from miles_core.sessions.verify.check import verify
-from miles_core.sessions.verify.corpus import Writer
+from miles_core.sessions.verify.corpus import Conversation, Writer
 from miles_core.sessions.verify.report import Report
 
 
@@ -157,6 +157,14 @@ def test_the_corpus_holds_what_it_says() -> None:
         "\x1b" in m.content for m in messages
     )
     assert max(len(talk.messages) for talk in talks) > 20
+
+
+def test_a_conversation_without_an_answer_is_compared_with_the_template(tmp_path: Path) -> None:
+    directory = make_tokenizer(tmp_path, {"miles_chat_family": None, "chat_template": CHATML})
+    talk = Conversation((Message("user", "q"),))
+    assert verify(load_family(directory), conversations=[talk]).ok
+    report = verify(load_family(directory, "qwen2.5"), conversations=[talk])
+    assert failed(report) == ["own template"]
 
 
 def test_the_table(tokenizer_dir: Path, capsys: Any) -> None:

@@ -29,6 +29,8 @@ FEATURES = {
     "no_system": "the conversation does not begin with a system message",
     "late_system": "a system message is not the first message",
     "several_users": "two user messages follow one another",
+    "user_after_call": "a user message follows an answer with calls",
+    "tools_without_question": "there are tools, and the first message but a system's is no user's",
     "late_tool_result": "a tool result follows neither an answer with calls nor another result",
     "edge_space": "a text begins or ends with white space",
     "tools_ignored": "tools, calls or results where the template knows no tools",
@@ -62,10 +64,15 @@ def features(messages: Sequence[Message], tools_ignored: bool, has_tools: bool) 
                 found.add("late_tool_result")
         else:
             called = False
-        if message.role == "user" and index and messages[index - 1].role == "user":
-            found.add("several_users")
+        if message.role == "user" and index:
+            before = messages[index - 1]
+            found |= {"several_users"} if before.role == "user" else set()
+            found |= {"user_after_call"} if before.tool_calls else set()
     if not messages or messages[0].role != "system":
         found.add("no_system")
+    first = 1 if "no_system" not in found else 0
+    if has_tools and [m.role for m in messages[first : first + 1]] != ["user"]:
+        found.add("tools_without_question")
     if messages and messages[-1].role == "tool":
         found.add("tool_result_last")
     if tools_ignored and (has_tools or found & {"call", "tool_result"}):

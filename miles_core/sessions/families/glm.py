@@ -28,6 +28,7 @@ _OPENERS = {
     "tool": "<|observation|>",
 }
 _LATE = "the user's turn, which the answer before has announced, gives way: its token stays"
+_NO_RESULT = "the result, which the answer before has announced, gives way: its token stays"
 _OLD_REASONING = (
     "the template drops an answer's reasoning once a user message follows, which would rewrite "
     "what was sampled; here it stays"
@@ -46,6 +47,7 @@ class Glm45(PromptByLast):
         "old_reasoning": _OLD_REASONING,
         "late_system": _LATE,
         "late_tool_result": _LATE,
+        "user_after_call": _NO_RESULT,
     }
     line = "\n"
     """What stands between the parts of a turn."""
@@ -131,6 +133,7 @@ class Glm47(Glm45):
         "old_reasoning": f"{_OLD_REASONING}, as with the template's own clear_thinking=False",
         "late_system": _LATE,
         "late_tool_result": _LATE,
+        "user_after_call": _NO_RESULT,
         "no_reasoning": "the template writes </think> alone before an answer without reasoning; "
         "the generation prompt has opened the reasoning, so that <think></think> is there",
     }

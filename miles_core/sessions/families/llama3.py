@@ -16,6 +16,8 @@ _EXCEPTIONS = {
     "after the other, with semicolons between them",
     "content_beside_call": "the template drops the content beside a call; here it stays, and the "
     "call follows <|python_tag|>",
+    "tools_without_question": "the template takes any first message for a user's and puts it into "
+    "the turn that describes tools; here only a user's message is put there",
 }
 
 

@@ -101,7 +101,7 @@ def about(words: Sequence[str]) -> list[Conversation]:
     user, answer = Message("user", "List the files."), Message("assistant", "The answer is 42.")
     call = ToolCall("bash", {"command": "ls"}, "call00000")
     called, tools = Message("assistant", "", (call,)), make_tools(random.Random(0))
-    found = []
+    found = [Conversation((user, called, user, answer, user), tools)]
     for word in ("Be brief.", *words):
         result = Message("tool", word, (), "", call.id, call.name)
         system, asked = Message("system", word), Message("user", word)

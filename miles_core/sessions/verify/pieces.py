@@ -35,7 +35,9 @@ def steps(family: ChatFamily, conversation: Conversation) -> Iterator[Step]:
     """The answers of a conversation, each in its canonical form. Raises `MessageError`."""
     messages, tools = conversation.messages, conversation.tools
     answers = conversation.answers()
-    ids = family.render_prompt(messages[: answers[0]], tools) if answers else []
+    if not answers:
+        return
+    ids = family.render_prompt(messages[: answers[0]], tools)
     for index, end in zip(answers, [*answers[1:], len(messages)], strict=True):
         output = family.render_output(messages[index])
         new = messages[index + 1 : end]
