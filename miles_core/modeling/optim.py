@@ -67,8 +67,7 @@ class Optimizer:
     def _create_state(self) -> None:
         """Adam's moments and a step of its own for each parameter.
 
-        megatron reads the step before the first update would create it, and gives all parameters
-        one shared tensor after a load, which then advances once per parameter.
+        megatron reads moments before the first update would create them.
         """
         for part in self._inner.chained_optimizers:
             adam = part.optimizer
@@ -121,19 +120,26 @@ class Optimizer:
         self._inner.reload_model_params()
 
     def sharded_state(self, model_state: dict[str, Any], loading: bool) -> dict[str, Any]:
-        """State for dist_checkpointing that another layout of ranks can load. Collective."""
-        return self._inner.sharded_state_dict(
-            model_state,
-            is_loading=loading,
-            metadata={"distrib_optim_sharding_type": "fully_reshardable"},
-        )
+        """State for dist_checkpointing that another layout of ranks can load. Collective.
+
+        Tensors alone, under the names of their parameters: with expert parallelism megatron has an
+        optimizer for the experts and one for the rest, without it a single one.
+        """
+        return {
+            str(number): part.sharded_param_state_fully_reshardable(
+                model_state,
+                is_loading=loading,
+                metadata={"distrib_optim_sharding_type": "fully_reshardable"},
+            )
+            for number, part in enumerate(self._inner.chained_optimizers)
+        }
 
     def load_state(self, state: dict[str, Any], steps: int) -> None:
-        """Load what `sharded_state` saved."""
-        self._inner.load_state_dict(state)
-        for part in self._inner.chained_optimizers:
+        """Load what `sharded_state` saved after `steps` updates."""
+        for number, part in enumerate(self._inner.chained_optimizers):
+            part.load_parameter_state_from_fully_reshardable(state[str(number)])
             for entry in part.optimizer.state.values():
-                entry["step"] = entry["step"].clone()
+                entry["step"] = torch.tensor(float(steps))
         self.steps = steps
 
 

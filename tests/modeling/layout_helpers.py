@@ -67,6 +67,12 @@ def alone(hf: Path, rollout: Path, export: Path, **changes: Any) -> list[dict[st
     return layout_process.train({"hf": str(hf), "changes": changes}, str(rollout), export=export)
 
 
+def resumed_alone(checkpoint: Path, rollout: Path, export: Path) -> list[dict[str, Any]]:
+    """The steps after a checkpoint in this process."""
+    case = {"load": str(checkpoint), "changes": {}}
+    return layout_process.train(case, str(rollout), export=export)
+
+
 def assert_same(
     name: str, got: list[dict[str, Any]], want: list[dict[str, Any]], tolerance: float = 1e-4
 ) -> None:

@@ -20,17 +20,28 @@ CONFIG = TrainerConfig(
     max_tokens_per_gpu=90,
 )
 STEPS = 5
+SAVED = 2
 
 
 def train(
     case: dict[str, Any], rollout: str, rank: int = 0, world: int = 1, export: Path | None = None
 ) -> list[dict[str, Any]]:
-    """Metrics of five steps over one rollout, in the case's layout."""
+    """Metrics of five steps over one rollout, in the case's layout.
+
+    With `save` a checkpoint is written there after two steps; with `load` three steps follow one.
+    """
     config = replace(CONFIG, **case["changes"])
     worker = TrainerWorker(config, rank, world, "127.0.0.1", case.get("port", 0))
+    metrics = []
     try:
-        worker.init_from_hf(case["hf"])
-        metrics = [worker.train(0, rollout) for _ in range(STEPS)]
+        if "load" in case:
+            worker.init(case["load"])
+        else:
+            worker.init_from_hf(case["hf"])
+        for step in range(SAVED if "load" in case else 0, STEPS):
+            if step == SAVED and "save" in case:
+                worker.save(case["save"])
+            metrics.append(worker.train(0, rollout))
         if export is not None:
             worker.export_hf(str(export))
     finally:

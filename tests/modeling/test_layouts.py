@@ -5,7 +5,14 @@ from typing import Any
 
 import pytest
 from family_models import make_moe
-from layout_helpers import alone, assert_same, assert_same_weights, run_cases
+from layout_helpers import (
+    alone,
+    assert_same,
+    assert_same_weights,
+    resumed_alone,
+    run_cases,
+)
+from layout_process import SAVED, train
 from trainer_helpers import make_hf, make_rollout
 
 TP, SP = {"tensor_model_parallel_size": 2}, {"sequence_parallel": True}
@@ -64,6 +71,7 @@ def model(directory: Path, kind: str) -> Path:
 
 
 def compare(directory: Path, world: int, cases: Cases) -> None:
+    """Each case against one process, and a checkpoint of each case resumed by one process."""
     rollout = make_rollout(directory / "0.pt")
     kinds = {kind for kind, _ in cases.values()}
     hf = {kind: model(directory, kind) for kind in kinds}
@@ -73,17 +81,38 @@ def compare(directory: Path, world: int, cases: Cases) -> None:
         world,
         rollout,
         {
-            name: {"hf": str(hf[kind]), "changes": changes}
+            name: {"hf": str(hf[kind]), "changes": changes, "save": str(directory / f"at-{name}")}
             for name, (kind, changes) in cases.items()
         },
     )
     for name, (kind, _) in cases.items():
         assert_same(name, got[name], want[kind])
         assert_same_weights(directory / f"run-{name}", directory / f"one-{kind}")
+        again = resumed_alone(directory / f"at-{name}", rollout, directory / f"resumed-{name}")
+        assert_same(name, again, want[kind][SAVED:])
+        assert_same_weights(directory / f"resumed-{name}", directory / f"one-{kind}")
 
 
 def test_two_ranks(tmp_path: Path) -> None:
     compare(tmp_path, 2, TWO)
+
+
+@pytest.mark.slow
+def test_one_checkpoint_resumes_in_every_layout(tmp_path: Path) -> None:
+    rollout = make_rollout(tmp_path / "0.pt")
+    kind = "glm4_moe_lite"
+    case = {"hf": str(model(tmp_path, kind)), "changes": {}, "save": str(tmp_path / "saved")}
+    want = train(case, str(rollout), export=tmp_path / "one")
+    layouts = OF_ALL | WITH_EXPERTS
+    got = run_cases(
+        tmp_path,
+        2,
+        rollout,
+        {name: {"load": case["save"], "changes": changes} for name, changes in layouts.items()},
+    )
+    for name in layouts:
+        assert_same(name, got[name], want[SAVED:])
+        assert_same_weights(tmp_path / f"run-{name}", tmp_path / "one")
 
 
 @pytest.mark.slow
