@@ -151,12 +151,12 @@ class Stream:
                 for task in as_completed(tasks):
                     entry = task.result()
                     _append(self._directory, entry)
-                    complete[tasks[task]] = entry
                     clock.tick(tasks[task], entry["size"])
             except BaseException:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
-        entries = [complete[number] for number in sorted(complete)]
+        noted = {entry["number"]: entry for entry in _entries(self._directory)[1:]}
+        entries = [noted[number] for number in sorted(noted)]
         items = [Item(*_tuples(item)) for entry in entries for item in entry["items"]]
         write_index(self._directory, items, common={"extra": {}})
         return {entry["file"]: (entry["size"], entry["sha256"]) for entry in entries}

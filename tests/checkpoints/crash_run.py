@@ -1,7 +1,8 @@
 """A small training run that saves, is killed while it saves, and goes on: PLAN (JSON) -> lines.
 
 The modules are imported once; every run is forked, so that one takes a second. PLAN is a list of
-runs; each gives one line of JSON on the standard output.
+runs; each gives one line of JSON on the standard output. A run with `convert` (a Hugging Face
+directory) is a conversion.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from syscall_tracer import Point, Tracer  # noqa: E402
 from trainer_helpers import CONFIG, make_rollout  # noqa: E402
 
 from miles_core.checkpoints import store  # noqa: E402
+from miles_core.checkpoints.convert import convert_to_torch_dist  # noqa: E402
 from miles_core.data.source import PromptSource  # noqa: E402
 from miles_core.training.worker import TrainerWorker  # noqa: E402
 
@@ -112,7 +114,12 @@ def _fork_rank(plan: dict[str, Any], rank: int) -> tuple[int, int, int]:
                 os.write(tell, b"x")
                 os.read(wait, 1)
 
-            Run(plan, rank).go(wait_for_tracer)
+            if "convert" in plan:
+                wait_for_tracer()
+                out = Path(plan["root"]) / "out"
+                convert_to_torch_dist(plan["convert"], out, check="tensors", workers=1)
+            else:
+                Run(plan, rank).go(wait_for_tracer)
             status = 0
         except BaseException:
             import traceback

@@ -154,3 +154,41 @@ def test_the_traced_save_is_whole_and_files_are_synced_before_they_get_their_nam
     assert trace.index(f"fsync .{TRACKER}.tmp") < trace.index(replaced(TRACKER))
     removed = next(i for i, event in enumerate(trace) if event.startswith("unlink "))
     assert trace.index(replaced(TRACKER)) < removed
+
+
+def converted(root: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(root).as_posix(): path.read_bytes()
+        for path in root.rglob("*")
+        if path.is_file() and path.name != "common.pt"  # a zip with a random identity
+    }
+
+
+CONVERSION = {
+    "within a layer's file": Point("write .partial-out/__0_1.distcp", 10),
+    "before a file is noted": Point("write .partial-out/PROGRESS.jsonl", 2),
+    "after a file is noted": Point("fsync .partial-out/PROGRESS.jsonl", 2, True),
+    "within the index": Point("write .partial-out/.metadata", 0),
+    "after the notes are removed": Point("unlink .partial-out/PROGRESS.jsonl", 0, True),
+    "before the manifest": Point("write .partial-out/.MANIFEST.json.tmp", 0),
+    "before the name": Point("rename .partial-out -> out", 0),
+    "after the name": Point("rename .partial-out -> out", 0, True),
+}
+
+
+@pytest.mark.parametrize("name", CONVERSION)
+def test_a_conversion_killed_anywhere_is_completed_by_the_next(crasher: Crasher, name: str) -> None:
+    hf, point = crasher.work / "hf", CONVERSION[name]
+    plan = {"until": 0, "convert": str(hf), "traced_save": 0}
+    folder = re.sub(r"\W", "-", f"convert {name}")
+    assert crasher.run(folder, **plan, point=asdict(point))["killed"], f"{point} was not reached"
+    root = crasher.work / folder / "checkpoints"
+    assert (root / "out").exists() == (name == "after the name")
+    crasher.run(folder, **plan)
+    assert [path.name for path in root.iterdir()] == ["out"]
+    crasher.run("convert-whole", **plan)
+    whole = converted(crasher.work / "convert-whole" / "checkpoints" / "out")
+    again = converted(root / "out")
+    manifests = [json.loads(files.pop("MANIFEST.json")) for files in (whole, again)]
+    assert whole == again
+    assert manifests[0]["files"].keys() == manifests[1]["files"].keys()

@@ -51,6 +51,17 @@ def test_tp2_killed_goes_on_as_tp1_and_then_as_dp2(
     assert_same(effective(log), uninterrupted)
 
 
+def test_bfloat16_goes_on_from_its_float32_copies(crasher: Crasher) -> None:
+    """The weights alone would not do: what they lost by rounding is in the optimizer's copies."""
+    half = {"dtype": "bfloat16"}
+    crasher.run("half-plain", until=7, changes=half)
+    crasher.run("half", until=2, saves=[2], changes=half)
+    crasher.run("half", until=7, changes=half)
+    log = crasher.log("half")
+    assert [entry["resumed"] for entry in log if "resumed" in entry] == [2]
+    assert effective(log) == crasher.log("half-plain")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("rank", [0, 1])
