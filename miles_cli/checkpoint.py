@@ -33,7 +33,7 @@ def register(subparsers: Any) -> None:
         "directory. Weight by weight, so that memory for the largest ones is enough; a conversion "
         "that was interrupted goes on where it was. What was written is compared with the source.",
     )
-    convert.add_argument("source", type=Path, metavar="HF_DIR")
+    convert.add_argument("source", type=Path, metavar="HF_DIR", help="the model to convert")
     convert.add_argument("out", type=Path, metavar="OUT", help="directory to write")
     convert.add_argument(
         "--check",
@@ -56,7 +56,11 @@ def register(subparsers: Any) -> None:
     export.add_argument(
         "--max-shard-size", type=_size, default=4 << 30, metavar="SIZE", help="of a file (4GiB)"
     )
-    export.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
+    export.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of the written weights; default: as they are stored",
+    )
     export.set_defaults(run=_export)
     verify = commands.add_parser(
         "verify",
