@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from family_models import make_moe
 from layout_helpers import (
     alone,
@@ -13,6 +14,7 @@ from layout_helpers import (
     run_cases,
 )
 from layout_process import SAVED, train
+from safetensors.torch import load_file
 from trainer_helpers import make_hf, make_rollout
 
 TP, SP = {"tensor_model_parallel_size": 2}, {"sequence_parallel": True}
@@ -146,3 +148,15 @@ def test_micro_batches_and_recompute(kind: str, tmp_path: Path) -> None:
         got = alone(hf, rollout, tmp_path / f"got-{number}", **changes)
         assert_same(str(changes), got, want)
         assert_same_weights(tmp_path / f"got-{number}", tmp_path / "want")
+
+
+def test_bfloat16_leaves_the_routers_bias_as_it_was(tmp_path: Path) -> None:
+    hf, rollout = model(tmp_path, "glm4_moe_lite"), make_rollout(tmp_path / "0.pt")
+    single = alone(hf, rollout, tmp_path / "float32")
+    half = alone(hf, rollout, tmp_path / "bfloat16", dtype="bfloat16")
+    for a, b in zip(half, single, strict=True):
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=0.1)
+    before, after = (load_file(path / "model.safetensors") for path in (hf, tmp_path / "bfloat16"))
+    assert {str(value.dtype) for value in after.values()} == {"torch.bfloat16", "torch.float32"}
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert torch.equal(after[name], before[name])

@@ -18,9 +18,17 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {},
+        {"tensor_model_parallel_size": 2},
+        pytest.param({"pipeline_model_parallel_size": 2}, marks=pytest.mark.slow),
+        pytest.param({"context_parallel_size": 2}, marks=pytest.mark.slow),
+    ],
+)
 def test_two_ranks_train_and_resume_like_one(
-    base: Path, rollout: Path, tmp_path: Path, tp: int
+    base: Path, rollout: Path, tmp_path: Path, layout: dict[str, int]
 ) -> None:
     with single(base, base, **OPTIONS) as worker:
         want = [worker.train(0, str(rollout)) for _ in range(4)]
@@ -39,7 +47,7 @@ def test_two_ranks_train_and_resume_like_one(
             train,
             ["export_hf", str(tmp_path / "final")],
         ],
-        tensor_model_parallel_size=tp,
+        **layout,
         **OPTIONS,
     )
     got = [answers[i] for i in (1, 2, 4, 5)]
@@ -49,7 +57,7 @@ def test_two_ranks_train_and_resume_like_one(
     exported = load_file(tmp_path / "final" / "model.safetensors")
     assert all(torch.allclose(final[name], exported[name], atol=5e-5) for name in final)
     dumps = sorted(p.name for p in (tmp_path / "dump").iterdir())
-    assert dumps == (["rank_0.pt"] if tp == 2 else ["rank_0.pt", "rank_1.pt"])
+    assert dumps == (["rank_0.pt"] if layout else ["rank_0.pt", "rank_1.pt"])
     samples = [
         s
         for p in (tmp_path / "dump").iterdir()
