@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from loss_table import LR, Case, token_values
+from loss_table import Case, descend, token_values
 
 from miles_core.training.config import TrainerConfig
 
@@ -152,6 +152,5 @@ def published_step(case: Case, config: TrainerConfig) -> Outcome:
         gradient = torch.autograd.grad(loss, logits)[0]
         outcome.losses.append(loss.item())
         outcome.gradients.append(gradient)
-        with torch.no_grad():
-            logits -= LR * gradient
+        descend(logits, gradient)
     return outcome

@@ -21,6 +21,7 @@ from miles_core.training.policy import Update
 VOCAB = 7
 ROWS = 30
 LR = 15.0
+LONGEST_STEP = 1.5
 
 
 @dataclass
@@ -78,6 +79,12 @@ def token_values(
     return torch.cat([start, picked]), torch.cat([start, entropy])
 
 
+def descend(logits: torch.Tensor, gradient: torch.Tensor) -> None:
+    """A gradient step on the logits in place, of bounded length, so that no loss diverges."""
+    with torch.no_grad():
+        logits -= gradient * min(LR, LONGEST_STEP / max(gradient.norm().item(), 1e-9))
+
+
 def split(case: Case, cut: int = 2) -> Case:
     """Every sequence as two: the first `cut` tokens, and all of it with only the later trained."""
     pieces = []
@@ -93,7 +100,7 @@ def split(case: Case, cut: int = 2) -> Case:
 
 
 class TablePolicy:
-    """What `GrpoStep` needs of a policy; plain gradient steps of size LR on the logits."""
+    """What `GrpoStep` needs of a policy; plain gradient steps on the logits."""
 
     def __init__(self, case: Case, config: TrainerConfig) -> None:
         self.config = config
@@ -143,8 +150,7 @@ class TablePolicy:
                 sums[name] += float(value)
         self.gradients.append(gradient)
         self.losses.append(sums["loss"])
-        with torch.no_grad():
-            self.logits -= LR * gradient
+        descend(self.logits, gradient)
         return Update(sums, gradient.norm().item(), LR)
 
 

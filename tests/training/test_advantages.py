@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles_core.training.advantages import group_advantages, has_spread
@@ -18,6 +18,7 @@ def of(values: list[float], estimator: str, std: bool = True) -> list[float]:
     return group_advantages(torch.tensor(values, dtype=torch.float64), estimator, std).tolist()  # type: ignore[arg-type]
 
 
+@settings(deadline=None)
 @given(rewards, st.sampled_from(["grpo", "gspo"]))
 def test_grpo_divides_by_the_unbiased_deviation(values: list[float], estimator: str) -> None:
     mean = sum(values) / len(values)
@@ -28,12 +29,14 @@ def test_grpo_divides_by_the_unbiased_deviation(values: list[float], estimator: 
     assert of(values, estimator, std=False) == pytest.approx([v - mean for v in values], abs=1e-9)
 
 
+@settings(deadline=None)
 @given(rewards)
 def test_rloo_compares_with_the_mean_of_the_others(values: list[float]) -> None:
     want = [v - (sum(values) - v) / (len(values) - 1) for v in values]
     assert of(values, "rloo") == pytest.approx(want, abs=1e-9)
 
 
+@settings(deadline=None)
 @given(rewards)
 def test_reinforce_plus_plus_starts_from_rewards_or_their_distance_to_the_mean(
     values: list[float],
@@ -44,6 +47,7 @@ def test_reinforce_plus_plus_starts_from_rewards_or_their_distance_to_the_mean(
     assert baseline == pytest.approx([v - mean for v in values], abs=1e-9)
 
 
+@settings(deadline=None)
 @given(rewards, st.sampled_from(WITH_BASELINE), st.floats(-5, 5), st.randoms())
 def test_a_shift_of_all_rewards_and_their_order_do_not_matter(
     values: list[float], estimator: str, shift: float, random: object

@@ -133,7 +133,7 @@ def test_every_variant_has_an_effect(name: str) -> None:
     )
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 @given(
     name=st.sampled_from(sorted(VARIANTS)),
     seed=st.integers(0, 1000),
