@@ -65,6 +65,7 @@ SLOW = (
     "within hf/config.json",
     "before the manifest has its name",
     "before the tracker has its name",
+    "within common.pt",
 )
 QUICK = [name for name in POINTS if name not in SLOW]
 
@@ -176,7 +177,16 @@ CONVERSION = {
 }
 
 
-@pytest.mark.parametrize("name", CONVERSION)
+CONVERSION_SLOW = ("before a file is noted", "after the notes are removed", "after the name")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in CONVERSION_SLOW else [])
+        for name in CONVERSION
+    ],
+)
 def test_a_conversion_killed_anywhere_is_completed_by_the_next(crasher: Crasher, name: str) -> None:
     hf, point = crasher.work / "hf", CONVERSION[name]
     plan = {"until": 0, "convert": str(hf), "traced_save": 0}
