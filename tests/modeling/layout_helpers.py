@@ -48,7 +48,7 @@ def run_cases(
         for rank in range(world)
     ]
     try:
-        codes = [process.wait(timeout=300) for process in processes]
+        codes = [process.wait(timeout=600) for process in processes]
     finally:
         for process in processes:
             process.kill()

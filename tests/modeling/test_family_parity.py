@@ -43,7 +43,8 @@ def test_logits_gradients_and_export(kind: str, tied: bool, tmp_path: Path) -> N
     packed = model.packed_logits(torch.cat(texts), SIZES)
     alone = torch.cat([reference(t[None]).logits[0] for t in texts])
     scale = alone.abs().max().item()
-    assert (packed - alone).abs().max().item() <= 1e-4 * scale
+    # well below 1e-4, so that another epsilon in a norm shows
+    assert (packed - alone).abs().max().item() <= 5e-6 * scale
     dense = model(texts[2][None], torch.arange(20)[None], None)[0]
     assert (dense - packed[10:30]).abs().max().item() <= 1e-5 * scale
 
