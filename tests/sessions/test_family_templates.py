@@ -164,6 +164,12 @@ def test_what_ends_the_text_alone_is_no_part_of_an_answer(always: bool, tmp_path
     assert verify(family, number=10).ok
 
 
+def test_words_that_nothing_reads_are_refused(tmp_path: Path) -> None:
+    framed = TEMPLATE.replace("{{ message.content }}", "</mind>{{ message.content }}")
+    with pytest.raises(UserError, match="which no known notation reads"):
+        load_family(directory(tmp_path, framed.replace("LAST", "<|im_end|>")), "template")
+
+
 PLAIN = TEMPLATE.replace(ANSWER, "{{ message.content + '<|im_end|>\n' }}")
 ASKS = "{{ '<|im_start|>assistant\n' }}"
 # What a generation prompt may depend on.

@@ -239,6 +239,11 @@ def find_reader(
     return next((reader for reader in readers if reader.parse(text) == _CALL), None)
 
 
+def _words(notation: TemplateNotation, answer: str) -> str:
+    """What an agent is told that a model has said with an answer."""
+    return notation.parse(answer.removesuffix(notation.stops[0])).content.strip()
+
+
 def end_tokens(tokenizer: ChatTokenizer, notation: Notation) -> tuple[str, ...]:
     """All tokens at which an engine ends an answer."""
     return tuple(tokenizer.token_of(i) or "" for i in stop_ids(tokenizer, notation))
@@ -264,6 +269,12 @@ def template_notation(
             inner = inner_stop(notation.answer(message), ends)
         except (MessageError, NotAppendOnly):
             continue
+        if shape == "words" and _words(notation, notation.answer(message)) != _PROBE:
+            raise UserError(
+                f"the chat template of {tokenizer.directory} writes the words {_PROBE!r} as "
+                f"{notation.answer(message)!r}, which no known notation reads",
+                "Choose another --chat-family.",
+            )
         if inner is not None:
             raise UserError(
                 f"the chat template of {tokenizer.directory} writes {inner!r}, which ends an "
