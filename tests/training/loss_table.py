@@ -21,7 +21,7 @@ from miles_core.training.policy import Update
 VOCAB = 7
 ROWS = 30
 LR = 15.0
-LONGEST_STEP = 1.5
+LONGEST_STEP = 3.0
 
 
 @dataclass
