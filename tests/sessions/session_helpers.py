@@ -55,8 +55,8 @@ class ScriptedEngine:
     """SGLang's `/generate` with answers from a script; remembers every request.
 
     An answer is a list of ids, a dict (sent as it is), an int (an HTTP status), or "hang"; it
-    takes `delay_s`. A stream comes token by token, `pace_s` seconds apart; with `break_after` it
-    ends after so many of them.
+    takes `delay_s`, and comes once `together` calls have run at the same time. A stream comes token
+    by token, `pace_s` seconds apart; with `break_after` it ends after so many of them.
     """
 
     def __init__(self) -> None:
@@ -68,6 +68,7 @@ class ScriptedEngine:
         self.version = "3"
         self.pace_s = 0.0
         self.delay_s = 0.02
+        self.together = 0
         self.experts: Callable[[int, int], bytes] | None = None
         self.break_after: int | None = None
         self.in_flight = self.most_in_flight = 0
@@ -87,6 +88,10 @@ class ScriptedEngine:
                     if body["rid"] in self.aborted:
                         return JSONResponse(self.answer(body, [5], {"type": "abort"}))
             await asyncio.sleep(self.delay_s)
+            for _ in range(1000):
+                if self.most_in_flight >= self.together:
+                    break
+                await asyncio.sleep(0.02)
         finally:
             self.in_flight -= 1
         if isinstance(step, int):

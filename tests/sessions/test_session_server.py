@@ -295,15 +295,15 @@ def test_calls_of_one_session_run_beside_each_other(
 ) -> None:
     agent = Agent(server_url, http)
     engine.script = [family.render_output(DONE) for _ in range(4)]
-    engine.delay_s, engine.most_in_flight = 0.5, 0
+    engine.together, engine.most_in_flight = 4, 0
     # The same question, asked twice at once, has two answers that count; a later one is a retry.
     asked = [{"role": "user", "content": f"question {i // 2}"} for i in range(4)]
     threads = [threading.Thread(target=agent.ask, args=([q],)) for q in asked]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
-    engine.delay_s = 0.0
+        thread.join(60)
+    engine.together = 0
     assert engine.most_in_flight == 4
     samples = agent.samples()
     check_exact(samples, engine)
