@@ -194,7 +194,10 @@ def run(repeats: int, batches: list[str], share: float) -> dict[str, Any]:
         for batch in batches:
             make_rollout(home / f"{batch}.pt", BATCHES[batch], share)
         children = [stack.enter_context(started(n, home / "model", home)) for n in names]
-        results = [measure(children, batch, repeats) for batch in batches]
+        results = []
+        for batch in batches:
+            results.append(measure(children, batch, repeats))
+            print(f"measured {batch}", file=sys.stderr, flush=True)
     return {
         "benchmark": "trainer",
         "unit": "CPU seconds of a GRPO step; MB of resident memory beyond the imports'",

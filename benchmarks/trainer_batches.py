@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-MODEL = "random Qwen3, 4 layers x 256, 8/4 heads of 32, feed-forward 768, vocabulary 4096, float32"
+MODEL = "random Qwen3, 3 layers x 256, 8/4 heads of 32, feed-forward 768, vocabulary 4096, float32"
 VOCAB = 4096
 PROMPT = 64
 TURN = 32
@@ -32,7 +32,7 @@ def make_model(directory: Path) -> None:
     config = Qwen3Config(
         vocab_size=VOCAB,
         hidden_size=256,
-        num_hidden_layers=4,
+        num_hidden_layers=3,
         intermediate_size=768,
         num_attention_heads=8,
         num_key_value_heads=4,
@@ -43,9 +43,12 @@ def make_model(directory: Path) -> None:
     Qwen3ForCausalLM(config).save_pretrained(directory)
 
 
-def agent_lengths(count: int = 12) -> list[int]:
-    """Lengths of agents' trajectories: most short, a few long; in the order they were drawn."""
-    dice = random.Random(4)
+def agent_lengths(count: int = 8) -> list[int]:
+    """Lengths of agents' trajectories: most short, a few long; in the order they were drawn.
+
+    With padding they are 1.55 times as many tokens; over seeds the median is 1.73.
+    """
+    dice = random.Random(2)
     return [min(4096, max(192, round(dice.lognormvariate(6.4, 0.9)))) for _ in range(count)]
 
 
