@@ -217,7 +217,7 @@ def test_a_model_whose_conversations_nobody_can_write_is_found(folder: Path) -> 
     template = folder / "model" / "chat_template.jinja"
     template.write_text(FORGETFUL)
     (problem,) = check_paths(config(folder))
-    assert problem.field == "sessions.chat_family" and "rewrites" in problem.problem
+    assert problem.field == "sessions.chat_family" and "no chat family fits" in problem.problem
     assert "--chat-family" in problem.fix
     assert check_paths(config(folder, chat_family="chatml")) == []
     (unknown,) = check_paths(config(folder, chat_family="qwen33"))

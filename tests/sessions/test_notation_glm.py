@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -160,6 +161,7 @@ def test_the_exceptions_are_real(glm: Any, template: str) -> None:
         "no_reasoning": [user, Message("assistant", "C"), user],
         "late_system": [user, answer, Message("system", "S"), user],
         "late_tool_result": [user, answer, Message("tool", "T")],
+        "user_after_call": [user, replace(answer, tool_calls=(ToolCall("f", {}),)), user],
     }
     for feature in glm.exceptions:
         raw = [message.raw() for message in cases[feature]]
