@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import shutil
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miles_cli.cli import EXIT_FAILED, print_json
 from miles_cli.live import duration
+from miles_cli.tables import print_table
 from miles_cli.tasks_report import plain
 
 if TYPE_CHECKING:
@@ -89,7 +88,7 @@ def print_report(report: Report) -> None:
         f"cost of a turn: {'that of its new messages' if report.local else 'that of all messages'}"
     )
     print()
-    _print_table(report.checks)
+    print_table(_COLUMNS, [_row(check) for check in report.checks])
     print()
     for check in report.checks:
         for line in _lines(check):
@@ -101,17 +100,6 @@ def print_report(report: Report) -> None:
         f"{report.conversations} conversations of seed {report.seed} in "
         f"{duration(report.seconds)}: {held} of {len(ran)} checks hold{idle}"
     )
-
-
-def _print_table(checks: list[Check]) -> None:
-    """A table as wide as the terminal, where long texts are cut; elsewhere nothing is."""
-    rows = [list(_COLUMNS), *(_row(check) for check in checks)]
-    widths = [max(len(row[k]) for row in rows) for k in range(len(_COLUMNS) - 1)]
-    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=True)]
-        line = "  ".join([*cells, row[-1]]).rstrip()
-        print(line if room is None or len(line) <= room else f"{line[: room - 1]}…")
 
 
 def _row(check: Check) -> list[str]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
-import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from miles_cli.live import duration
+from miles_cli.tables import print_table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -65,7 +64,7 @@ def as_json(
 
 def print_report(reports: list[TaskReport], skipped: dict[str, list[str]], seconds: float) -> None:
     """The table, every reason with what to do, what was skipped, and a summary."""
-    _print_table(reports)
+    print_table(_COLUMNS, [list(map(plain, _row(report))) for report in reports])
     _print_reasons(reports)
     for line in skipped_lines(skipped):
         print(line)
@@ -80,17 +79,6 @@ def skipped_lines(skipped: dict[str, list[str]]) -> list[str]:
         more = f" and {len(names) - _NAMES_SHOWN} more" if names[_NAMES_SHOWN:] else ""
         lines.append(f"no task, {why}: {len(names)} ({shown}{more})")
     return lines
-
-
-def _print_table(reports: list[TaskReport]) -> None:
-    """A table as wide as the terminal, where long reasons are cut; elsewhere nothing is."""
-    rows = [list(_COLUMNS), *(list(map(plain, _row(report))) for report in reports)]
-    widths = [max(len(row[k]) for row in rows) for k in range(len(_COLUMNS) - 1)]
-    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=True)]
-        line = "  ".join([*cells, row[-1]]).rstrip()
-        print(line if room is None or len(line) <= room else f"{line[: room - 1]}…")
 
 
 def _row(report: TaskReport) -> list[str]:

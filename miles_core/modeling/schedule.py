@@ -62,11 +62,6 @@ def run(
     )
 
 
-def on_last_stage() -> bool:
-    """Whether this rank computes logits."""
-    return parallel_state.is_pipeline_last_stage()
-
-
 def from_last_stage(values: torch.Tensor) -> torch.Tensor:
     """What the last pipeline stage holds, on all its stages; shapes agree. Collective."""
     group = parallel_state.get_pipeline_model_parallel_group()

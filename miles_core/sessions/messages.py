@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -174,10 +173,3 @@ def parse_messages(value: Any) -> list[Message]:
     if not isinstance(value, list) or not value:
         raise MessageError("messages must be a non-empty list")
     return [parse_message(item, f"messages[{index}]") for index, item in enumerate(value)]
-
-
-def starts_with(messages: Sequence[Message], recorded: Sequence[Message]) -> bool:
-    """Whether a request's `messages` begin with the `recorded` ones."""
-    return len(messages) >= len(recorded) and all(
-        mine.same_as(theirs) for mine, theirs in zip(recorded, messages, strict=False)
-    )
