@@ -23,16 +23,19 @@ class Crasher:
 
     def __init__(self, work: Path, base: Path, rows: Path) -> None:
         self.work, self._base, self._rows = work, base, rows
+        self._start()
+
+    def _start(self) -> None:
         script = Path(__file__).with_name("crash_run.py")
-        self._errors = open(work / "stderr", "w")  # noqa: SIM115 - closed with the process
-        self._process = subprocess.Popen(
-            [sys.executable, str(script)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        with open(self.work / "stderr", "a") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, str(script)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
 
     def run(self, name: str, until: int, world: int = 1, tp: int = 1, **plan: Any) -> Any:
         folder = self.work / name
@@ -53,6 +56,9 @@ class Crasher:
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
+        if not answer:  # it failed at this run; the next test has a living one
+            self.close()
+            self._start()
         assert answer, (self.work / "stderr").read_text()[-3000:]
         result = json.loads(answer)
         if not result["killed"]:
@@ -70,13 +76,12 @@ class Crasher:
 
     def close(self) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.close()
         try:
+            self._process.stdin.close()
             self._process.wait(timeout=20)
         finally:
             self._process.kill()
             self._process.wait()
-            self._errors.close()
 
 
 def effective(log: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ process with SIGKILL right before or right after one of them. The traced program
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import platform
@@ -99,28 +100,34 @@ class Tracer:
         self._pending: dict[int, bool] = {}
         self._memory = os.open(f"/proc/{self.pid}/mem", os.O_RDONLY)
         for task in os.listdir(f"/proc/{self.pid}/task"):
-            _ptrace(_SEIZE, int(task), 0, _OPTIONS)
-            _ptrace(_INTERRUPT, int(task))
+            with contextlib.suppress(ProcessLookupError):  # it ended since it was listed
+                _ptrace(_SEIZE, int(task), 0, _OPTIONS)
+                _ptrace(_INTERRUPT, int(task))
 
     def follow(self) -> int:
         """Let it run to its end; the status that waitpid gives."""
         try:
             while True:
                 tid, status = os.waitpid(-1, _WALL)
-                if not os.WIFSTOPPED(status):
-                    if tid == self.pid:
-                        return status
-                    continue
-                deliver = 0
-                stop = os.WSTOPSIG(status)
-                if stop == signal.SIGTRAP | 0x80:
-                    self._system_call(tid)
-                elif status >> 16 == 0 and stop != signal.SIGTRAP:
-                    deliver = stop
-                if not self.killed:
-                    _ptrace(_SYSCALL, tid, 0, deliver)
+                if os.WIFSTOPPED(status):
+                    # A thread that stands still here can be gone a moment later, when the whole
+                    # process ends; what waitpid says next tells it.
+                    with contextlib.suppress(ProcessLookupError):
+                        self._stopped(tid, status)
+                elif tid == self.pid:
+                    return status
         finally:
             os.close(self._memory)
+
+    def _stopped(self, tid: int, status: int) -> None:
+        deliver = 0
+        stop = os.WSTOPSIG(status)
+        if stop == signal.SIGTRAP | 0x80:
+            self._system_call(tid)
+        elif status >> 16 == 0 and stop != signal.SIGTRAP:
+            deliver = stop
+        if not self.killed:
+            _ptrace(_SYSCALL, tid, 0, deliver)
 
     def _system_call(self, tid: int) -> None:
         info = _Info()
