@@ -233,6 +233,12 @@ class TrainingConfig(Section):
     trainer_threads: int = Field(1, ge=1, description="Threads of each trainer process on CPU")
     train_dtype: Literal["float32", "bfloat16"] = Field("float32", description="Trainer weights")
     max_nonfinite_steps: int = Field(3, ge=0, description="Unapplied steps before the run fails")
+    update_weight_buffer_size: int = Field(
+        512 * 2**20,
+        ge=2**16,
+        description="Bytes of weights that are gathered at once to be pushed or exported; a "
+        "larger weight is gathered alone",
+    )
 
 
 class CheckpointConfig(Section):

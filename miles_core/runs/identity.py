@@ -48,6 +48,7 @@ ALLOWED = frozenset(
         "engine.record_generations",
         "training.trainer_threads",
         "training.max_nonfinite_steps",
+        "training.update_weight_buffer_size",
         "checkpoint.save_interval",
         "cluster.ray_address",
         "cluster.stall_seconds",

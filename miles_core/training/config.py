@@ -56,6 +56,7 @@ class TrainerConfig:
     threads: int = 1
     dtype: Literal["float32", "bfloat16"] = "float32"
     max_nonfinite_steps: int = 3
+    update_weight_buffer_size: int = 512 * 2**20
 
     @property
     def needs_reference(self) -> bool:

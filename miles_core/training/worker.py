@@ -17,13 +17,15 @@ from miles_core.checkpoints.layout import HF_DIR, STATE_FILE, copy_hf_files
 from miles_core.config.layout import layout_error, read_model_shape
 from miles_core.modeling import dist_state, parallel
 from miles_core.modeling.hf_config import read_spec
-from miles_core.modeling.hf_weights import HFReader, load_hf, to_hf, write_hf
+from miles_core.modeling.hf_files import write_hf
+from miles_core.modeling.hf_weights import HFReader, load_hf
 from miles_core.training.batch import load_rollout, make_sample
 from miles_core.training.config import TrainerConfig
 from miles_core.training.dump import write_dump
 from miles_core.training.grpo import GrpoStep, plan_micro_batches
 from miles_core.training.policy import Policy
 from miles_core.training.sft_loss import SFT_NAMES, sft_loss
+from miles_core.training.weight_sender import WeightSender
 
 
 class TrainerWorker:
@@ -57,6 +59,7 @@ class TrainerWorker:
         )
         self._policy: Policy | None = None
         self._hf_files = Path()
+        self.weights = WeightSender(config.update_weight_buffer_size)
 
     def init(self, load: str, ref_load: str | None = None) -> dict[str, Any]:
         """Build model and optimizer and load a torch_dist directory.
@@ -94,6 +97,7 @@ class TrainerWorker:
         if fault is not None:
             raise ValueError(fault)
         self._policy = Policy(self._config, self._spec)
+        self.weights.attach(self._policy.model, self._spec)
         return self._policy
 
     @property
@@ -175,16 +179,21 @@ class TrainerWorker:
             self._copy_hf_files(Path(directory) / HF_DIR)
         dist.barrier()
 
-    def export_hf(self, directory: str) -> None:
-        """Rank 0 writes a Hugging Face directory; it replaces what is there when complete."""
-        tensors = to_hf(self.policy.model, self._spec)
-        if self._layout.rank == 0:
+    def export_hf(self, directory: str, dtype: str | None = None) -> None:
+        """Rank 0 writes a Hugging Face directory; it replaces what is there when complete.
+
+        `dtype` (float32, bfloat16, float16) converts the parameters.
+        """
+        stream = self.weights.stream(dtype)
+        if self._layout.rank != 0:
+            write_hf(Path(), stream)
+        else:
             target = Path(directory)
             target.parent.mkdir(parents=True, exist_ok=True)
             temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
             shutil.rmtree(temporary, ignore_errors=True)
             self._copy_hf_files(temporary)
-            write_hf(temporary, tensors)
+            write_hf(temporary, stream)
             if target.exists():
                 shutil.rmtree(target)
             os.replace(temporary, target)
@@ -196,5 +205,6 @@ class TrainerWorker:
 
     def close(self) -> None:
         """Leave the process groups."""
+        self.weights.end()
         self._policy = None
         parallel.stop()

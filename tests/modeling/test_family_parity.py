@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 from miles_core.modeling import dist_state, parallel
 from miles_core.modeling.gpt import build_model
 from miles_core.modeling.hf_config import UnsupportedModel, read_spec
-from miles_core.modeling.hf_weights import HFReader, load_hf, own_tensors, to_hf
+from miles_core.modeling.hf_weights import HFReader, load_hf, own_tensors
+from miles_core.modeling.weight_stream import to_hf
 
 SIZES = [9, 1, 20, 14]
 

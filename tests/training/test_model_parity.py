@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 from miles_core.modeling import parallel
 from miles_core.modeling.gpt import build_model
 from miles_core.modeling.hf_config import UnsupportedModel, read_spec
-from miles_core.modeling.hf_weights import HFReader, load_hf, to_hf
+from miles_core.modeling.hf_weights import HFReader, load_hf
 from miles_core.modeling.log_probs import log_probs_and_entropy, token_log_probs
+from miles_core.modeling.weight_stream import to_hf
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from miles_core.modeling.hf_weights import to_hf
+from miles_core.modeling.weight_stream import to_hf
 from miles_core.training.config import TrainerConfig
 from miles_core.training.worker import TrainerWorker
 
