@@ -216,6 +216,16 @@ class TrainingConfig(Section):
     )
     tis_clip: float = Field(2.0, gt=0, description="Upper bound of the weight")
     tis_clip_low: float = Field(0.0, ge=0, description="Lower bound of the weight")
+    use_routing_replay: bool = Field(
+        False,
+        description="Of models with experts: send tokens in the update to the experts of the pass "
+        "that recorded the old log-probabilities",
+    )
+    use_rollout_routing_replay: bool = Field(
+        False,
+        description="Of models with experts: send tokens, in that pass too, to the experts of "
+        "the engine",
+    )
     max_tokens_per_gpu: int = Field(16384, ge=8, description="Tokens of one packed micro-batch")
     num_trainer_ranks: int = Field(1, ge=1, description="Trainer processes")
     micro_batch_size: int | None = Field(

@@ -39,9 +39,10 @@ class Cut:
     ) -> None:
         self._group = parallel.cp_group()
         self._total = len(rows)
+        self._total_tokens = len(tokens)
         chunks = 2 * self._group.size() if self._group.size() > 1 else 1
-        tensor = parallel.tp_group().size() if sequence_parallel else 1
-        self._sizes = self._padded(lengths, packed, chunks, chunks * tensor)
+        self._tensor = parallel.tp_group().size() if sequence_parallel else 1
+        self._sizes = self._padded(lengths, packed, chunks, chunks * self._tensor)
         sizes = torch.tensor(self._sizes)
         starts = (sizes.cumsum(0) - sizes) // self._group.size()
         segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
@@ -54,7 +55,9 @@ class Cut:
             shape = (len(lengths), self._sizes[0] // self._group.size())
             place, logits_at = starts[segment] + local, local * shape[0] + segment
         device = tokens.device
-        mine = (owner == self._group.rank()).to(device)
+        own = owner == self._group.rank()
+        self._sources, self._states_at = own.nonzero().squeeze(1), logits_at[own]
+        mine = own.to(device)
         self.tokens = torch.zeros(shape[0] * shape[1], dtype=torch.int64, device=device)
         self.tokens[place.to(device)[mine]] = tokens[mine]
         self.tokens = self.tokens.view(shape)
@@ -93,6 +96,33 @@ class Cut:
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
         )
+
+    def states(self, values: torch.Tensor, fill: int) -> torch.Tensor:
+        """From `values` [T, ...] of the tokens those of the hidden states that this rank has, in
+        their order, on the device of the tokens; padding has `fill`."""
+        own = values.new_full((self.tokens.numel(), *values.shape[1:]), fill)
+        own[self._states_at] = values[self._sources]
+        return own.chunk(self._tensor)[self._tensor_rank()].to(self.tokens.device)
+
+    def whole_states(self, own: torch.Tensor, fill: int) -> torch.Tensor:
+        """Inverse of `states`, on every tensor- and context-parallel rank: [T, ...] on the CPU.
+
+        Values must be at least `fill`, the integer that marks what a rank does not have.
+        Collective over these ranks.
+        """
+        places = self.tokens.numel() // self._tensor
+        every = own.new_full((self._tensor, places, *own.shape[1:]), fill)
+        every[self._tensor_rank()] = own
+        flat = every.flatten(0, 1)
+        whole = flat.new_full((self._total_tokens, *own.shape[1:]), fill, dtype=torch.int32)
+        whole[self._sources.to(own.device)] = flat[self._states_at.to(own.device)].int()
+        group = parallel.tp_and_cp_group()
+        if group.size() > 1:
+            dist.all_reduce(whole, op=dist.ReduceOp.MAX, group=group)
+        return whole.to("cpu", own.dtype)
+
+    def _tensor_rank(self) -> int:
+        return parallel.tp_group().rank() if self._tensor > 1 else 0
 
     def join(self, values: torch.Tensor) -> torch.Tensor:
         """From this rank's values [n] the values [N] of all, on every context-parallel rank.

@@ -110,6 +110,11 @@ def cp_group() -> dist.ProcessGroup:
     return parallel_state.get_context_parallel_group()
 
 
+def tp_and_cp_group() -> dist.ProcessGroup:
+    """The ranks that share out the tokens of a micro-batch, or hold them alike."""
+    return parallel_state.get_tensor_and_context_parallel_group()
+
+
 def expert_tp_group() -> dist.ProcessGroup:
     """The group over which routed experts are cut."""
     return parallel_state.get_expert_tensor_parallel_group()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +14,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from miles_core.modeling import parallel
 from miles_core.modeling.cut import Cut
 from miles_core.modeling.gpt import PolicyModel
+from miles_core.modeling.routing import RoutedPass
 
 
 class MicroBatch(Protocol):
@@ -30,12 +32,19 @@ Last = Callable[[torch.Tensor, torch.Tensor, int, Cut], torch.Tensor]
 
 
 def run(
-    model: PolicyModel, batches: Sequence[MicroBatch], last: Last, *, packed: bool, backward: bool
+    model: PolicyModel,
+    batches: Sequence[MicroBatch],
+    last: Last,
+    *,
+    packed: bool,
+    backward: bool,
+    routed: RoutedPass | None = None,
 ) -> None:
     """Every micro-batch forward, and backward from what `last` gives on the last pipeline stage.
 
     Ranks that work on the same samples must agree on the batches; with expert parallelism all
-    data-parallel ranks must agree on their number. Gradients add up in the model.
+    data-parallel ranks must agree on their number. Gradients add up in the model. `routed` says
+    which experts the tokens go to, where they do not choose themselves.
     """
     if not batches:
         return
@@ -49,17 +58,19 @@ def run(
             value = last(logits.squeeze(0), batch.targets[cut.places], number, cut)
             return value, torch.zeros((), dtype=torch.int, device=logits.device), {}
 
-        return stage.part(cut), scalar
+        part = stage.part(cut) if routed is None else routed.part(stage, cut, number)
+        return part, scalar
 
-    get_forward_backward_func()(
-        forward_step_func=step,
-        data_iterator=iter(range(len(batches))),
-        model=[model],
-        num_microbatches=len(batches),
-        seq_length=1,  # shapes are sent along
-        micro_batch_size=1,
-        forward_only=not backward,
-    )
+    with routed or nullcontext():
+        get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iter(range(len(batches))),
+            model=[model],
+            num_microbatches=len(batches),
+            seq_length=1,  # shapes are sent along
+            micro_batch_size=1,
+            forward_only=not backward,
+        )
 
 
 def from_last_stage(values: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from miles_core.rollout.loop import Group
 from miles_core.rollout.trajectory import Trajectory
 from miles_core.runs.files import write_atomic
+
+_EXPERT_BYTES = 4
 
 
 def write_rollout(
@@ -52,14 +55,32 @@ def _trajectory(trajectory: Trajectory) -> dict[str, Any]:
                 "loss_mask": torch.tensor(sample["loss_mask"], dtype=torch.uint8),
                 "logprobs": torch.tensor(sample["logprobs"], dtype=torch.float32),
                 "turns": sample["turns"],
+                **_experts(sample, trajectory.trial_id),
             }
             for sample in trajectory.samples
         ],
     }
 
 
+def _experts(sample: dict[str, Any], trial_id: str) -> dict[str, Any]:
+    """`routed_experts` as int16 [T - 1, experts of a token in all layers], when there are any."""
+    import torch
+
+    encoded, rows = sample.get("routed_experts"), len(sample["tokens"]) - 1
+    if encoded is None or rows == 0:
+        return {}
+    data = base64.b64decode(encoded)
+    if len(data) % (rows * _EXPERT_BYTES):
+        raise ValueError(f"routed_experts of {trial_id}: {len(data)} bytes for {rows} tokens")
+    experts = torch.frombuffer(bytearray(data), dtype=torch.int32).view(rows, -1)
+    narrow = experts.short()
+    if not torch.equal(narrow.int(), experts):
+        raise ValueError(f"routed_experts of {trial_id}: there is no expert {int(experts.max())}")
+    return {"routed_experts": narrow}
+
+
 def read_rollout(path: Path) -> dict[str, Any]:
     """The content of a dump."""
     import torch
 
-    return torch.load(path, weights_only=True)
+    return torch.load(path, weights_only=True, mmap=True)

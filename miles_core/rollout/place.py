@@ -49,6 +49,7 @@ class TrialRunner:
                 max_seq_len=self.config.rollout.max_seq_len,
                 max_turns=self.config.rollout.max_turns,
                 sampling_params=self._sampling_params(),
+                routed_experts=self.config.training.use_rollout_routing_replay,
             )
         except httpx.HTTPError as error:
             trajectory.verdict = Verdict.no_verdict(

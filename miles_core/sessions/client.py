@@ -49,6 +49,7 @@ class SessionClient:
         max_turns: int | None = None,
         sampling_params: dict[str, Any] | None = None,
         name: str | None = None,
+        routed_experts: bool = False,
     ) -> SessionHandle:
         """Open a session on the next server that can be reached."""
         body = {
@@ -56,6 +57,7 @@ class SessionClient:
             "max_seq_len": max_seq_len,
             "max_turns": max_turns,
             "sampling_params": sampling_params or {},
+            "routed_experts": routed_experts,
         }
         url, response = await self._send("POST", self._urls, "/sessions", json=body)
         created = SessionCreated.model_validate_json(response.raise_for_status().content)

@@ -20,6 +20,10 @@ class TrainSample:
     log-probabilities `old`, `ref` and `current` [T] are filled while training, zero off the mask,
     as are `advantages` [T] and, where the loss uses them, the importance weights `tis` [T] and
     `sequence_log_ratio`, the mean of current - old over all sampled tokens of the trajectory.
+
+    For routing replay, `engine_experts` [T - 1, layers * k] integers are the experts of all layers
+    that the engine chose, `experts` [T, layers, k] int16 those of this rank's layers that a pass
+    is given, -1 where a token chooses itself.
     """
 
     trial_id: str
@@ -34,6 +38,8 @@ class TrainSample:
     tis: torch.Tensor | None = None
     sequence_log_ratio: float | None = None
     logprobs: dict[str, torch.Tensor] = field(default_factory=dict)
+    engine_experts: torch.Tensor | None = None
+    experts: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -89,7 +95,7 @@ class RolloutBatch:
 def load_rollout(path: str | Path) -> RolloutBatch:
     """Read a step's rollout. Raises ValueError, naming the trial, for a reward that is not finite
     or a sample whose parts do not fit each other."""
-    data = torch.load(path, weights_only=True)
+    data = torch.load(path, weights_only=True, mmap=True)
     batch = RolloutBatch(int(data["step"]), [], [], [], [])
     for group in data["groups"]:
         first = len(batch.rewards)
@@ -114,6 +120,8 @@ def _add_trajectory(batch: RolloutBatch, trajectory: dict[str, Any]) -> None:
         )
         for index, sample in enumerate(trajectory["samples"])
     ]
+    for made, sample in zip(samples, trajectory["samples"], strict=True):
+        made.engine_experts = sample.get("routed_experts")
     batch.samples.extend(samples)
     batch.rewards.append(reward)
     batch.tokens.append(sum(int(s.mask.sum()) for s in samples))
@@ -156,6 +164,22 @@ class Packed:
         full[self._mask] = values.detach().float().cpu()
         for sample, part in zip(self.samples, full.split(self.lengths), strict=True):
             sample.logprobs[name] = part.clone()
+
+    def experts(self) -> torch.Tensor | None:
+        """The experts [T, layers, k] that the tokens are given, -1: none; None: to no token."""
+        given = [s.experts for s in self.samples if s.experts is not None]
+        if not given:
+            return None
+        parts = [
+            given[0].new_full((len(s), *given[0].shape[1:]), -1) if s.experts is None else s.experts
+            for s in self.samples
+        ]
+        return torch.cat(parts)
+
+    def keep_experts(self, taken: torch.Tensor) -> None:
+        """Give each sample its part of the experts [T, layers, k] that a pass took."""
+        for sample, part in zip(self.samples, taken.split(self.lengths), strict=True):
+            sample.experts = part.clone()
 
     def weights(self) -> torch.Tensor:
         return self._spread([s.weight for s in self.samples])

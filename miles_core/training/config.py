@@ -44,6 +44,8 @@ class TrainerConfig:
     tis_level: Literal["token", "sequence", "geometric"] = "token"
     tis_clip: float = 2.0
     tis_clip_low: float = 0.0
+    use_routing_replay: bool = False
+    use_rollout_routing_replay: bool = False
     max_tokens_per_gpu: int = 16384
     micro_batch_size: int | None = None
     packing: bool = True
@@ -62,6 +64,11 @@ class TrainerConfig:
     def needs_reference(self) -> bool:
         """Whether the loss or the reward has a KL to the reference."""
         return self.kl_loss_coef > 0 or self.kl_coef > 0
+
+    @property
+    def replays_routing(self) -> bool:
+        """Whether tokens of the policy are sent to experts that were recorded before."""
+        return self.use_routing_replay or self.use_rollout_routing_replay
 
 
 def trainer_config(training: TrainingConfig, seed: int, temperature: float) -> TrainerConfig:

@@ -96,6 +96,9 @@ class GrpoStep:
     def run(self) -> dict[str, float | list[str]]:
         """Metrics, equal on all ranks. Collective."""
         everything = [mb for part in self._parts for mb in part]
+        routing = self._policy.routing
+        if routing is not None:
+            routing.begin(self._batch, self.own_samples)
         if self._policy.has_reference:
             with self._timed("seconds_reference"):
                 self._policy.record_reference(everything)
@@ -112,6 +115,8 @@ class GrpoStep:
             updates = [self._update(number) for number in range(len(self._parts))]
         metrics |= self._summary(updates)
         metrics |= self._rewards()
+        if routing is not None:
+            metrics |= routing.metrics()
         metrics |= max_over_ranks(self._seconds)
         return metrics
 

@@ -23,6 +23,7 @@ from miles_core.modeling.log_probs import (
 from miles_core.modeling.optim import AdamSettings, Optimizer
 from miles_core.training.batch import Packed, TrainSample, make_sample
 from miles_core.training.config import TrainerConfig
+from miles_core.training.routing import RoutingReplay
 
 MicroBatches = Sequence[list[TrainSample]]
 Loss = Callable[[torch.Tensor, Packed], tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -118,6 +119,7 @@ class Policy:
             ),
         )
         self.refused_updates = 0
+        self.routing = RoutingReplay(config, spec, self.model) if config.replays_routing else None
         self._reference: list[torch.Tensor] | None = None
 
     @property
@@ -149,8 +151,20 @@ class Policy:
         finally:
             self._set_weights(own)
 
-    def _run(self, batches: list[Packed], last: schedule.Last, *, backward: bool) -> None:
-        schedule.run(self.model, batches, last, packed=self.config.packing, backward=backward)
+    def _run(
+        self, name: str, batches: list[Packed], last: schedule.Last, *, backward: bool
+    ) -> None:
+        routed = self.routing.start(name, batches, backward) if self.routing else None
+        schedule.run(
+            self.model,
+            batches,
+            last,
+            packed=self.config.packing,
+            backward=backward,
+            routed=routed,
+        )
+        if self.routing is not None and routed is not None:
+            self.routing.end(name, routed, batches)
 
     def _keep(self, name: str, batches: list[Packed], values: list[torch.Tensor]) -> None:
         """Give every sample its part of the values of each micro-batch, on all ranks that work on
@@ -176,7 +190,7 @@ class Policy:
             entropy.add_(cut.join(entropies).double().sum())
             return values[-1].sum()
 
-        self._run(batches, last, backward=False)
+        self._run(name, batches, last, backward=False)
         self._keep(name, batches, values)
         return {"entropy": schedule.from_last_stage(entropy).item()}
 
@@ -214,7 +228,7 @@ class Policy:
                 bad.extend(_suspects(packed))
             return share
 
-        self._run(batches, last, backward=True)
+        self._run("update", batches, last, backward=True)
         self._keep("current", batches, values)
         vector = torch.tensor([totals[name] for name in names], dtype=torch.float64)
         totals = dict(zip(names, schedule.from_last_stage(vector).tolist(), strict=True))

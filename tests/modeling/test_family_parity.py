@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from family_models import MODELS, VOCAB, make_moe
+from parity_helpers import compare_gradients
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -57,26 +58,6 @@ def test_logits_gradients_and_export(kind: str, tied: bool, tmp_path: Path) -> N
     (packed * direction).sum().backward()
     (alone * direction).sum().backward()
     compare_gradients(model, reference, path)
-
-
-def compare_gradients(model: Any, reference: Any, path: Path) -> None:
-    """Both gradients in transformers' own checkpoint layout, every tensor of it."""
-    with torch.no_grad():
-        for param in reference.parameters():
-            param.copy_(torch.zeros_like(param) if param.grad is None else param.grad)
-        for buffer in reference.buffers():
-            buffer.zero_()
-        for param in model.parameters():
-            param.copy_(torch.zeros_like(param) if param.grad is None else param.grad)
-    reference.save_pretrained(path.parent / "gradients")
-    want = load_file(path.parent / "gradients" / "model.safetensors")
-    got = to_hf(model, read_spec(path))
-    assert set(got) == set(want)
-    for name, value in want.items():
-        if "correction_bias" not in name:
-            largest = value.abs().max().item()
-            assert largest > 0 or "experts" in name, name
-            assert (got[name] - value).abs().max().item() <= 1e-3 * largest + 1e-7, name
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe", "glm4_moe_lite"])
