@@ -27,6 +27,8 @@ def loaded(modules: str) -> str:
         "miles_core.sessions.client",
         "miles_core.sessions.protocol",
         "miles_core.engines.client",
+        "miles_core.modeling.families",
+        "miles_core.preflight.checks",
     ],
 )
 def test_light_modules_load_nothing_heavy(modules: str) -> None:

@@ -20,6 +20,12 @@ def cross_field_errors(config: MilesConfig) -> list[str]:
             "model.hf_checkpoint: no policy is given; set --hf-checkpoint to a Hugging Face "
             "directory, or --model-recipe to a recipe of a small model"
         )
+    for name in ("use_routing_replay", "use_rollout_routing_replay"):
+        if getattr(training, name) and config.model.hf_checkpoint is None:
+            errors.append(
+                f"training.{name}: the model of a recipe has no experts, so there is no routing to "
+                "replay; leave it out, or set --hf-checkpoint to a model with experts"
+            )
     if server.agent_timeout >= server.agent_trial_timeout:
         errors.append(
             f"agent_server.agent_trial_timeout: {server.agent_trial_timeout:g} s must be above "

@@ -5,90 +5,30 @@ tree of `megatron.core` modules while they are imported:
 
 | in the source | becomes |
 |---|---|
-| `torch.cuda.X` | `CpuCuda.X`, which does nothing or answers for the CPU |
+| `torch.cuda.X` | `cpu_cuda.CpuCuda.X`, which does nothing or answers for the CPU |
 | `device="cuda"`, `torch.device("cuda", ...)` | the CPU |
 | `tensor.cuda(...)` | `tensor.cpu()` |
 | `pin_memory=True` | `pin_memory=False` |
 | `"torch.cuda.FloatTensor"` and its like | `"torch.FloatTensor"` (type names in the optimizers) |
 
-With CUDA nothing is changed.
+With CUDA nothing is changed. Torch is not imported before megatron.core is.
 """
 
 from __future__ import annotations
 
 import ast
-import contextlib
 import importlib.abc
 import importlib.machinery
 import os
 import sys
+from functools import cache
 from types import CodeType, ModuleType
 from typing import Any
-
-import torch
 
 _NAMESPACE = "_cpu_cuda"
 _TYPE_NAMES = {
     f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in ("Float", "Half", "BFloat16")
 }
-
-
-class _Idle:
-    """A stream or event on which nothing is ever pending."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-    def record_event(self, *args: Any) -> _Idle:
-        return _Idle()
-
-    def elapsed_time(self, other: _Idle) -> float:
-        return 0.0
-
-    def _nothing(self, *args: Any) -> None:
-        return None
-
-    record = wait = wait_stream = wait_event = synchronize = _nothing
-
-
-class CpuCuda:
-    """What megatron sees in place of `torch.cuda`."""
-
-    Stream = _Idle
-    Event = _Idle
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch.cuda, name)
-
-    def current_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def device_count(self) -> int:
-        return 1
-
-    def current_stream(self, *args: Any) -> _Idle:
-        return _Idle()
-
-    default_stream = current_stream
-
-    def stream(self, stream: Any) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def get_rng_state(self, *args: Any) -> torch.Tensor:
-        return torch.get_rng_state()
-
-    def memory_allocated(self, *args: Any) -> int:
-        return 0
-
-    max_memory_allocated = memory_allocated
-
-    def _nothing(self, *args: Any, **kwargs: Any) -> None:
-        return None
-
-    set_device = synchronize = empty_cache = manual_seed = set_rng_state = _nothing
 
 
 def _is_torch_cuda(node: ast.AST) -> bool:
@@ -151,6 +91,8 @@ class _Loader(importlib.machinery.SourceFileLoader):
         return compile(tree, path, "exec", dont_inherit=True)
 
     def exec_module(self, module: ModuleType) -> None:
+        from miles_core.modeling.cpu_cuda import CpuCuda
+
         setattr(module, _NAMESPACE, CpuCuda())
         super().exec_module(module)
 
@@ -161,7 +103,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Any, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if not fullname.startswith("megatron.core"):
+        if not fullname.startswith("megatron.core") or not on_cpu():
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
@@ -169,16 +111,23 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
-def install() -> bool:
-    """Prepare the import of megatron.core. Returns whether this process computes on the CPU.
+@cache
+def on_cpu() -> bool:
+    """Whether this process computes on the CPU; if so, torch is told that there is nothing else."""
+    import torch
 
-    Raises RuntimeError when megatron.core was imported before on a machine without CUDA.
-    """
     if torch.cuda.is_available():
         return False
-    if "megatron.core" in sys.modules:
-        raise RuntimeError("import miles_core.modeling before megatron.core")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # read when torch._dynamo is first imported
-    sys.meta_path.insert(0, _Finder())
     return True
+
+
+def install() -> None:
+    """Prepare the import of megatron.core.
+
+    Raises RuntimeError when it was imported before on a machine without CUDA.
+    """
+    if "megatron.core" in sys.modules and on_cpu():
+        raise RuntimeError("import miles_core.modeling before megatron.core")
+    sys.meta_path.insert(0, _Finder())

@@ -51,6 +51,11 @@ class PolicyModel(GPTModel):
             share_embeddings_and_output_weights=spec.tied,
             parallel_output=True,
         )
+        if spec.rope_scaling is not None:
+            frequencies = spec.rope_scaling.frequencies(
+                spec.rope_theta, int(spec.head_dim * spec.rope_share)
+            )
+            self.rotary_pos_emb.inv_freq = frequencies.to(self.rotary_pos_emb.inv_freq.device)
         experts = spec.moe.num_experts if spec.moe else 0
         ranks = parallel_state.get_expert_model_parallel_world_size()
         self.first_expert = parallel_state.get_expert_model_parallel_rank() * (experts // ranks)

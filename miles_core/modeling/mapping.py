@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from miles_core.modeling.hf_config import ModelSpec
 
-Tensors = Sequence[torch.Tensor]
+if TYPE_CHECKING:
+    import torch
+
+Tensors: TypeAlias = "Sequence[torch.Tensor]"
 
 
 class Cut(Protocol):
@@ -21,6 +22,12 @@ class Cut(Protocol):
 
     def whole(self, shards: Tensors) -> list[torch.Tensor]:
         """The Hugging Face tensors, from the shards of all ranks in order."""
+
+
+def _join(tensors: Tensors, dim: int = 0) -> torch.Tensor:
+    import torch  # not at the top: names of weights are wanted without it
+
+    return torch.cat(list(tensors), dim)
 
 
 class Whole:
@@ -43,18 +50,18 @@ class Along:
         return parts[0].chunk(size, self.dim)[rank]
 
     def whole(self, shards: Tensors) -> list[torch.Tensor]:
-        return [torch.cat(list(shards), self.dim)]
+        return [_join(shards, self.dim)]
 
 
 class GateUp:
     """Gate and up projection, one above the other within each shard."""
 
     def shard(self, parts: Tensors, rank: int, size: int) -> torch.Tensor:
-        return torch.cat([part.chunk(size)[rank] for part in parts])
+        return _join([part.chunk(size)[rank] for part in parts])
 
     def whole(self, shards: Tensors) -> list[torch.Tensor]:
         halves = [shard.chunk(2) for shard in shards]
-        return [torch.cat([half[i] for half in halves]) for i in range(2)]
+        return [_join([half[i] for half in halves]) for i in range(2)]
 
 
 @dataclass(frozen=True)
@@ -68,13 +75,13 @@ class Qkv:
         return _join_qkv(q, k, v, self.spec).chunk(size)[rank]
 
     def whole(self, shards: Tensors) -> list[torch.Tensor]:
-        return _split_qkv(torch.cat(list(shards)), self.spec)
+        return _split_qkv(_join(shards), self.spec)
 
 
 def _join_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: ModelSpec) -> torch.Tensor:
     """megatron's rows: for each key-value head its query heads, then its key, then its value."""
     parts = [x.reshape(spec.num_kv_heads, -1, *x.shape[1:]) for x in (q, k, v)]
-    return torch.cat(parts, dim=1).flatten(0, 1)
+    return _join(parts, dim=1).flatten(0, 1)
 
 
 def _split_qkv(qkv: torch.Tensor, spec: ModelSpec) -> list[torch.Tensor]:

@@ -43,6 +43,10 @@ def transformer_config(
             "recompute_method": "uniform",
             "recompute_num_layers": 1,
         }
+    if spec.rope_scaling is not None:
+        # queries and keys are rotated whole, so the scale of cosine and sine enters both
+        scale = spec.rope_scaling.cosine_scale**2
+        values["softmax_scale"] = scale * spec.head_dim**-0.5
     kind = TransformerConfig if spec.mla is None else MLATransformerConfig
     return kind(
         num_layers=spec.num_layers,

@@ -26,6 +26,7 @@ from miles_core.config.layout import layout_error, read_model_shape
 from miles_core.config.schema import MilesConfig
 from miles_core.errors import UserError
 from miles_core.preflight.model_files import model_faults
+from miles_core.preflight.routing import dense_model_fault, engine_fault
 from miles_core.sessions.families import load_family
 
 LEAST_FREE_BYTES = 1 << 30
@@ -96,10 +97,13 @@ def check_paths(config: MilesConfig) -> list[Problem]:
         )
         problems += _need(model.hf_checkpoint, "model.hf_checkpoint", fix, kind="dir")
         if model.hf_checkpoint.is_dir():
-            faults = model_faults(model.hf_checkpoint)
+            embedded = not config.engine.engine_urls
+            faults = model_faults(model.hf_checkpoint, embedded)
             problems += [Problem("model.hf_checkpoint", fault, fix) for fault in faults]
             problems += [] if faults else _family_problems(config, model.hf_checkpoint)
             problems += [] if faults else _layout_problems(config, model.hf_checkpoint)
+            dense = None if faults else dense_model_fault(config, model.hf_checkpoint)
+            problems += [] if dense is None else [Problem(*dense)]
     elif model.model_recipe is not None:
         fix = "set --model-recipe to a TOML recipe, or --hf-checkpoint to a model"
         problems += _need(model.model_recipe, "model.model_recipe", fix, kind="file")
@@ -320,7 +324,25 @@ async def check_services(config: MilesConfig) -> list[Problem]:
             if answer.status_code >= 400:
                 text = f"{probe} answers {answer.status_code}"
                 problems.append(Problem(name, text, fix))
+            elif name == "engine.engine_urls":
+                problems += await _routing_problems(config, url, http)
     return problems
+
+
+async def _routing_problems(
+    config: MilesConfig, url: str, http: httpx.AsyncClient
+) -> list[Problem]:
+    try:
+        fault = await engine_fault(config, url, http)
+    except httpx.HTTPError as error:
+        fault = f"{url} gave no answer to a prompt: {error!r}"
+    if fault is None:
+        return []
+    fix = (
+        "start it with --enable-return-routed-experts and this model, or leave out "
+        "--use-rollout-routing-replay"
+    )
+    return [Problem("training.use_rollout_routing_replay", fault, fix)]
 
 
 def _family_problems(config: MilesConfig, checkpoint: Path) -> list[Problem]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_core.engines.shape import ModelDirectoryError, read_json, read_shape
+from miles_core.modeling.hf_config import UnsupportedModel, read_spec
 
 _INDEX = "model.safetensors.index.json"
 # A safetensors file starts with the length of its JSON header, as a little-endian number.
@@ -14,20 +15,42 @@ _LENGTH_BYTES = 8
 _LARGEST_HEADER = 100_000_000
 
 
-def model_faults(directory: Path) -> list[str]:
-    """What makes a model directory unusable: an unsupported or broken configuration, a missing or
-    broken tokenizer, missing or cut weights. Each fault names its file."""
-    faults = []
-    for check in (read_shape, _check_tokenizer):
-        try:
-            check(directory)
-        except ModelDirectoryError as error:
-            faults.append(f"{error.message} ({error.fix})" if error.fix else error.message)
+def model_faults(directory: Path, embedded_engine: bool = True) -> list[str]:
+    """What makes a model directory unusable: a configuration that the trainer cannot read, a
+    missing or broken tokenizer, missing or cut weights; with `embedded_engine` also a model that
+    the embedded engine does not serve. Each fault names its file."""
+    faults = _configuration_faults(directory, embedded_engine)
+    try:
+        _check_tokenizer(directory)
+    except ModelDirectoryError as error:
+        faults.append(error.message)
     try:
         files = _weight_files(directory)
     except ModelDirectoryError as error:
         return [*faults, error.message]
     return faults + [fault for file in files if (fault := _weight_fault(file))]
+
+
+def _configuration_faults(directory: Path, embedded_engine: bool) -> list[str]:
+    """Of config.json: for the trainer, and for the embedded engine where it is used."""
+    try:
+        read_json(directory / "config.json")
+    except ModelDirectoryError as error:
+        return [error.message]
+    try:
+        read_spec(directory)
+    except UnsupportedModel as error:
+        return [str(error)]
+    if embedded_engine:
+        try:
+            read_shape(directory)
+        except ModelDirectoryError as error:
+            return [
+                f"the embedded engine does not serve this model: {error.message}"
+                + (f" ({error.fix})" if error.fix else "")
+                + "; serve it with SGLang and set --engine-urls"
+            ]
+    return []
 
 
 def _check_tokenizer(directory: Path) -> None:

@@ -93,7 +93,7 @@ def test_a_tensor_of_another_shape_or_none_is_named(tmp_path: Path) -> None:
     ("kind", "change", "message"),
     [
         ("glm4_moe", {"n_group": 2}, "n_group"),
-        ("glm4_moe", {"norm_topk_prob": False}, "normalised"),
+        ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob"),
         ("glm4_moe_lite", {"rope_interleave": False}, "rope_interleave"),
         ("qwen3_moe", {"attention_bias": True}, "attention_bias"),
     ],

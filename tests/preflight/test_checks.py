@@ -51,6 +51,7 @@ HEALTH = {
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
     "hidden_size": 8,
     "num_attention_heads": 2,
     "num_hidden_layers": 1,
@@ -183,6 +184,7 @@ def test_tasks_dir_of_another_machine_is_not_looked_for(folder: Path) -> None:
     [
         ("config.json", "{", "cannot be read"),
         ("config.json", json.dumps(MODEL | {"architectures": ["Foo"]}), "architectures"),
+        ("config.json", json.dumps(MODEL | {"model_type": "mamba"}), "model_type 'mamba'"),
         ("config.json", json.dumps(MODEL | {"hidden_size": None}), "hidden_size"),
         ("tokenizer.json", None, "does not exist"),
         ("tokenizer.json", "{", "cannot be read"),

@@ -11,6 +11,7 @@ from miles_core.modeling.hf_config import (
     ModelSpec,
     UnsupportedModel,
     common_values,
+    positive,
     refuse,
 )
 from miles_core.modeling.mapping import Along, Weight, Whole, dense_or_sparse_mlp, norms
@@ -20,20 +21,28 @@ def read(config: dict[str, Any]) -> ModelSpec:
     refuse(config, "attention_bias")
     if not config.get("rope_interleave", True):
         raise UnsupportedModel("rope_interleave false is not supported for glm4_moe_lite")
-    layers = config["num_hidden_layers"]
+    if "q_lora_rank" not in config:
+        raise UnsupportedModel("field q_lora_rank is missing; null means that there is none")
+    layers = positive(config, "num_hidden_layers")
     kinds = config.get("mlp_layer_types") or ["dense"] + ["sparse"] * (layers - 1)
+    if len(kinds) != layers or set(kinds) - {"dense", "sparse"}:
+        raise UnsupportedModel(
+            f"mlp_layer_types must say of each of {layers} layers whether it is dense or sparse"
+        )
     mla = MlaSpec(
-        q_rank=config.get("q_lora_rank"),
-        kv_rank=config["kv_lora_rank"],
-        plain_dim=config["qk_nope_head_dim"],
-        rope_dim=config["qk_rope_head_dim"],
-        value_dim=config["v_head_dim"],
+        q_rank=None if config["q_lora_rank"] is None else positive(config, "q_lora_rank"),
+        kv_rank=positive(config, "kv_lora_rank"),
+        plain_dim=positive(config, "qk_nope_head_dim"),
+        rope_dim=positive(config, "qk_rope_head_dim"),
+        value_dim=positive(config, "v_head_dim"),
     )
-    values = common_values(config)
-    if values["rope_share"] != 1.0:
-        raise UnsupportedModel("a partly rotated head is not supported for glm4_moe_lite")
+    values = common_values({**config, "head_dim": mla.rope_dim}, norm_eps=1e-5)
+    if values["num_kv_heads"] != values["num_heads"]:
+        raise UnsupportedModel("num_key_value_heads must be num_attention_heads here")
+    if values["rope_scaling"] is not None:
+        raise UnsupportedModel("a rope_type other than default is not supported for glm4_moe_lite")
     values["head_dim"] = mla.plain_dim + mla.rope_dim
-    moe = sigmoid_router(config, tuple(kind == "sparse" for kind in kinds))
+    moe = sigmoid_router(config, tuple(kind == "sparse" for kind in kinds), scale=1.8)
     return ModelSpec(**values, qk_norm=True, moe=moe, mla=mla)
 
 
