@@ -105,6 +105,7 @@ class TablePolicy:
     def __init__(self, case: Case, config: TrainerConfig) -> None:
         self.config = config
         self.has_reference = config.needs_reference
+        self.routing = None
         self.logits = case.logits.clone().requires_grad_()
         self.gradients: list[torch.Tensor] = []
         self.losses: list[float] = []
