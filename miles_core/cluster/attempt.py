@@ -23,7 +23,7 @@ from miles_core.cluster.tracking import Tracker
 from miles_core.cluster.trainers import TrainerGroup
 from miles_core.data.source import PromptSource, Row
 from miles_core.engines.client import EngineClient
-from miles_core.rollout.dump import read_rollout, write_rollout
+from miles_core.rollout.dump import DamagedRollout, read_rollout, write_rollout
 from miles_core.rollout.loop import Group, RolloutLoop, journal_start
 from miles_core.rollout.place import TrialRunner
 from miles_core.runs import fold, journal, retention
@@ -79,12 +79,12 @@ class Attempt:
 
     async def close(self) -> None:
         """End everything that this attempt started; the sandboxes of its trials too."""
+        if self._trainers is not None:
+            self._trainers.kill()
         if self._agents is not None:
             for instance in self._fleet.session_instances:
                 with contextlib.suppress(Exception):  # best effort: leases end them otherwise
                     await asyncio.wait_for(self._agents.flush(instance), 15)
-        if self._trainers is not None:
-            self._trainers.kill()
         self._fleet.stop()
         self._tracker.finish()
 
@@ -137,6 +137,7 @@ class Attempt:
                 training, self.config.run.seed, temperature=self.config.rollout.temperature
             ),
             training.num_trainer_ranks,
+            self.config.cluster.rank_silence_s,
         )
         setup = self._trainers.setup(load or self.inputs.torch_dist, self.inputs.ref_torch_dist)
         _, engine_urls = await asyncio.gather(self._guard(setup), self._fleet.wait_engines())
@@ -207,7 +208,7 @@ class Attempt:
         """The step's dump: of an earlier attempt, when it holds these very rows, else made now."""
         path = self.run_dir.rollout_path(self.step)
         ids = [row.instance_id for row in rows]
-        if path.exists() and read_rollout(path)["rows"] == ids:
+        if path.exists() and self._dumped_rows(path) == ids:
             self._journal.append("stage", name="rollout", state="skipped", step=self.step)
             return path
         async with self._stage("rollout"):
@@ -215,6 +216,15 @@ class Attempt:
             await asyncio.to_thread(write_rollout, path, self.step, self.step + 1, ids, groups)
         append_metrics(self.run_dir.metrics, self.step, "rollout", _rollout_metrics(groups))
         return path
+
+    def _dumped_rows(self, path: Path) -> list[str] | None:
+        """Rows of a dump; None, with an alarm, for a damaged one: the step is rolled out anew."""
+        try:
+            rows: list[str] = read_rollout(path)["rows"]
+        except DamagedRollout as error:
+            self._journal.append("alarm", kind="rollout_damaged", detail=str(error))
+            return None
+        return rows
 
     def _evaluation_due(self) -> bool:
         """Whether the weights of this step are to be evaluated and were not."""
@@ -350,22 +360,28 @@ class Attempt:
         return self._stop.is_set()
 
     async def _guard(self, work: Coroutine[Any, Any, T], interruptible: bool = False) -> T:
-        """Wait for `work` while the services live; raises ServiceError once one has ended.
+        """Wait for `work` while services and ranks live; raises ServiceError, RankDied or
+        RankSilent once one does not.
 
         A stop request ends interruptible work at once. Other work is waited for, so that
         nothing is half done.
         """
         task = asyncio.ensure_future(work)
-        watch = asyncio.ensure_future(self._fleet.watch())
-        waits: set[asyncio.Future[Any]] = {task, watch}
+        assert self._trainers is not None
+        watches = [
+            asyncio.ensure_future(self._fleet.watch()),
+            asyncio.ensure_future(self._trainers.watch()),
+        ]
+        waits: set[asyncio.Future[Any]] = {task, *watches}
         if interruptible:
             waits.add(asyncio.ensure_future(self._stop.wait()))
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 return task.result()
-            if watch.done() and not await self._asked_to_stop():
-                watch.result()
+            ended = [watch for watch in watches if watch.done()]
+            if ended and not await self._asked_to_stop():
+                ended[0].result()
             raise Interrupted
         finally:
             for other in waits:

@@ -265,6 +265,9 @@ class ClusterConfig(Section):
     )
     stall_seconds: float = Field(1800, gt=0, description="No new event for this long is a stall")
     first_step_grace_s: float = Field(900, ge=0, description="Extra time before the first event")
+    rank_silence_s: float = Field(
+        60, gt=1, description="A trainer rank without a sign of life for this long has stalled"
+    )
     max_run_attempts: int = Field(4, ge=1, le=50, description="Ray jobs before the run fails")
     retry_delay_s: float = Field(10, ge=0, description="Pause before the next Ray job")
 

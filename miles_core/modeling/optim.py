@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -94,16 +92,23 @@ class Optimizer:
         self._inner.prepare_grads()
         return float(self._inner.get_grad_norm())
 
+    def gradients_are_finite(self) -> bool:
+        """Whether all of this rank's gradients are, last reduced.
+
+        The norm does not say so: of parameters that tensor-parallel ranks share it counts those of
+        the first rank alone.
+        """
+        buffers = [*self.wrapped.buffers, *self.wrapped.expert_parallel_buffers]
+        norms = [torch.linalg.vector_norm(buffer.grad_data) for buffer in buffers]
+        return not norms or bool(torch.isfinite(torch.stack(norms)).all())
+
     def non_finite_parameters(self) -> list[str]:
-        """Names of parameters with a non-finite gradient, gathered from all ranks. Collective."""
-        own = [
+        """Names of this rank's parameters with a non-finite gradient, last reduced."""
+        return [
             self._model.global_name(name)
             for name, param in self._model.named_parameters()
-            if not math.isfinite(param.main_grad.abs().sum().item())
+            if param.requires_grad and not torch.isfinite(param.main_grad).all()
         ]
-        everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everywhere, own)
-        return sorted(set().union(*everywhere))
 
     def step(self) -> None:
         """Clip and apply the reduced gradients."""

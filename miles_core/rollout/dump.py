@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,10 @@ from miles_core.rollout.trajectory import Trajectory
 from miles_core.runs.files import write_atomic
 
 _EXPERT_BYTES = 4
+
+
+class DamagedRollout(ValueError):
+    """A dump that cannot be read."""
 
 
 def write_rollout(
@@ -80,7 +85,18 @@ def _experts(sample: dict[str, Any], trial_id: str) -> dict[str, Any]:
 
 
 def read_rollout(path: Path) -> dict[str, Any]:
-    """The content of a dump."""
+    """The content of a dump. Raises DamagedRollout for a file that is not whole."""
     import torch
 
-    return torch.load(path, weights_only=True, mmap=True)
+    try:
+        damaged = zipfile.ZipFile(path).testzip()  # what is mapped is checked by nobody else
+        if damaged is not None:
+            raise ValueError(f"the digest of {damaged} is wrong")
+        data: dict[str, Any] = torch.load(path, weights_only=True, mmap=True)
+        data["rows"], data["groups"]  # a dump has both
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # torch and pickle raise many kinds for a damaged file
+        reason = str(error).strip().partition("\n")[0]
+        raise DamagedRollout(f"{path} is damaged: {type(error).__name__}: {reason}") from error
+    return data

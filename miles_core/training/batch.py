@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import torch
 
 from miles_core.training.losses import TokenData
+
+REMEDY = "remove the file, and the step is rolled out anew"
 
 
 @dataclass
@@ -60,10 +63,13 @@ def make_sample(
         raise ValueError(f"{where} is empty")
     if rollout is None:
         rollout = torch.zeros(len(tokens))
-    if not len(tokens) == len(mask) == len(rollout):
-        raise ValueError(
-            f"{where}: {len(tokens)} tokens, {len(mask)} mask values, {len(rollout)} logprobs"
-        )
+    if not tokens.shape == mask.shape == rollout.shape == (len(tokens),):
+        shapes = ", ".join(str(tuple(part.shape)) for part in (tokens, mask, rollout))
+        raise ValueError(f"{where}: the shapes of tokens, mask and logprobs are {shapes}")
+    if tokens.is_floating_point():
+        raise ValueError(f"{where}: tokens are {tokens.dtype}, not integers")
+    if ((mask != 0) & (mask != 1)).any():
+        raise ValueError(f"{where}: the mask has other values than 0 and 1")
     mask = mask.bool()
     if mask[0]:
         raise ValueError(f"{where}: the first token is marked as sampled, but nothing precedes it")
@@ -93,9 +99,37 @@ class RolloutBatch:
 
 
 def load_rollout(path: str | Path) -> RolloutBatch:
-    """Read a step's rollout. Raises ValueError, naming the trial, for a reward that is not finite
-    or a sample whose parts do not fit each other."""
-    data = torch.load(path, weights_only=True, mmap=True)
+    """Read a step's rollout.
+
+    Raises ValueError that names the file and the field for a file that is damaged, and the trial
+    for a reward that is not finite or a sample whose parts do not fit each other.
+    """
+    data = _read(path)
+    try:
+        return _to_batch(data)
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        field = _first_fault(data)
+        raise ValueError(f"{path}: {field} is missing or malformed; {REMEDY}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _read(path: str | Path) -> Any:
+    try:
+        damaged = zipfile.ZipFile(path).testzip()  # what is mapped is checked by nobody else
+        if damaged is not None:
+            raise ValueError(f"the digest of {damaged} is wrong")
+        return torch.load(path, weights_only=True, mmap=True)
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # torch and pickle raise many kinds for a damaged file
+        reason = str(error).strip().splitlines()[:1]
+        raise ValueError(
+            f"{path} cannot be read: {type(error).__name__}: {''.join(reason)}; {REMEDY}"
+        ) from error
+
+
+def _to_batch(data: Any) -> RolloutBatch:
     batch = RolloutBatch(int(data["step"]), [], [], [], [])
     for group in data["groups"]:
         first = len(batch.rewards)
@@ -103,6 +137,35 @@ def load_rollout(path: str | Path) -> RolloutBatch:
             _add_trajectory(batch, trajectory)
         batch.groups.append(range(first, len(batch.rewards)))
     return batch
+
+
+def _first_fault(data: Any) -> str:
+    """The place of the first thing in a rollout that is not what it should be."""
+    if not isinstance(data, dict) or not isinstance(data.get("step"), int):
+        return "step"
+    if not isinstance(data.get("groups"), list):
+        return "groups"
+    for g, group in enumerate(data["groups"]):
+        if not isinstance(group, dict) or not isinstance(group.get("trajectories"), list):
+            return f"groups[{g}].trajectories"
+        for t, trajectory in enumerate(group["trajectories"]):
+            fault = _trajectory_fault(trajectory)
+            if fault:
+                return f"groups[{g}].trajectories[{t}]{fault}"
+    return "the content"
+
+
+def _trajectory_fault(trajectory: Any) -> str:
+    if not isinstance(trajectory, dict):
+        return " itself"
+    for name, kind in (("trial_id", str), ("reward", (int, float)), ("samples", list)):
+        if not isinstance(trajectory.get(name), kind):  # type: ignore[arg-type]
+            return f".{name}"
+    for s, sample in enumerate(trajectory["samples"]):
+        for name in ("tokens", "loss_mask", "logprobs"):
+            if not isinstance(sample, dict) or not torch.is_tensor(sample.get(name)):
+                return f".samples[{s}].{name}"
+    return ""
 
 
 def _add_trajectory(batch: RolloutBatch, trajectory: dict[str, Any]) -> None:

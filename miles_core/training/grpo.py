@@ -165,19 +165,20 @@ class GrpoStep:
         return {"entropy": total["entropy"] / max(1, sum(self._batch.tokens))}
 
     def _summary(self, updates: list[Update]) -> dict[str, float | list[str]]:
-        """Means over the optimizer steps, and counts."""
-        count = max(1, len(updates))
+        """Means over the optimizer steps that were applied (of all when none was), and counts."""
         pairs = list(zip(updates, self._total_weights, strict=True))
+        pairs = [(update, total) for update, total in pairs if update.applied] or pairs
+        count = max(1, len(pairs))
         names = [name for name in LOSS_NAMES if self._reports(name)]
         metrics: dict[str, float | list[str]] = {
-            name: sum(u.sums[name] for u in updates) / count for name in names if name in PARTS
+            name: sum(u.sums[name] for u, _ in pairs) / count for name in names if name in PARTS
         }
         metrics |= {
             name: sum(u.sums[name] / (total or 1.0) for u, total in pairs) / count
             for name in names
             if name in MEANS
         }
-        metrics["grad_norm"] = sum(u.grad_norm for u in updates) / count
+        metrics["grad_norm"] = sum(u.grad_norm for u, _ in pairs) / count
         metrics["lr"] = updates[-1].lr if updates else self._policy.optimizer.lr()
         metrics["optimizer_steps"] = float(sum(u.applied for u in updates))
         metrics["nonfinite_steps"] = float(sum(not u.applied for u in updates))

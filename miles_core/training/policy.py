@@ -23,12 +23,11 @@ from miles_core.modeling.log_probs import (
 from miles_core.modeling.optim import AdamSettings, Optimizer
 from miles_core.training.batch import Packed, TrainSample, make_sample
 from miles_core.training.config import TrainerConfig
+from miles_core.training.guards import MAX_NAMES, gather_names, true_anywhere
 from miles_core.training.routing import RoutingReplay
 
 MicroBatches = Sequence[list[TrainSample]]
 Loss = Callable[[torch.Tensor, Packed], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-
-MAX_NAMES = 5
 
 
 class NonFiniteError(RuntimeError):
@@ -254,15 +253,22 @@ class Policy:
         return cut.join(log_probs)
 
     def _problems(self, update: Update, bad: list[str]) -> list[str]:
+        """Why the update must not be applied; the ranks agree. Collective."""
+        finite = math.isfinite(update.grad_norm) and self.optimizer.gradients_are_finite()
+        wrong_loss, wrong_gradient = true_anywhere(
+            [bool(bad) or not math.isfinite(update.sums["loss"]), not finite]
+        )
         problems = []
-        if not math.isfinite(update.sums["loss"]):
-            everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-            dist.all_gather_object(everywhere, bad)
-            suspects = sorted(set().union(*everywhere))
-            problems.append(f"loss, from {', '.join(suspects[:MAX_NAMES])}")
-        if not math.isfinite(update.grad_norm):
-            names = self.optimizer.non_finite_parameters()
-            problems.append(f"gradient of {len(names)} parameters: {', '.join(names[:MAX_NAMES])}")
+        if wrong_loss:
+            suspects = sorted(gather_names(bad))
+            problems.append(f"loss, from {', '.join(suspects[:MAX_NAMES]) or 'unknown'}")
+        if wrong_gradient:
+            names = gather_names(self.optimizer.non_finite_parameters())
+            problems.append(
+                f"gradient of {len(names)} parameters: {', '.join(names[:MAX_NAMES])}"
+                if names
+                else "norm of the gradient, which is finite, is too large for float32"
+            )
         return problems
 
     def _refuse(self, update: Update) -> None:

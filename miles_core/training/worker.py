@@ -19,10 +19,17 @@ from miles_core.modeling import dist_state, parallel
 from miles_core.modeling.hf_config import read_spec
 from miles_core.modeling.hf_files import write_hf
 from miles_core.modeling.hf_weights import HFReader, load_hf
+from miles_core.modeling.replicas import Replicas
 from miles_core.training.batch import load_rollout, make_sample
 from miles_core.training.config import TrainerConfig
 from miles_core.training.dump import write_dump
 from miles_core.training.grpo import GrpoStep, plan_micro_batches
+from miles_core.training.guards import (
+    check_metrics,
+    check_same_batch,
+    check_tokens,
+    check_weights,
+)
 from miles_core.training.policy import Policy
 from miles_core.training.sft_loss import SFT_NAMES, sft_loss
 from miles_core.training.weight_sender import WeightSender
@@ -110,16 +117,23 @@ class TrainerWorker:
         """One GRPO step over `rollout_data/<step>.pt`; the metrics, equal on all ranks.
 
         `dump_dir` is the step's folder `train_data/<step>`. Raises ValueError for a file of another
-        step or a sample that does not fit, NonFiniteError after too many refused updates.
+        step or a sample that does not fit, NonFiniteError after too many refused updates, and
+        CorruptionError for ranks that disagree or weights that are no longer finite.
         """
         started = time.perf_counter()
         batch = load_rollout(rollout_path)
         if batch.step != step:
             raise ValueError(f"{rollout_path} holds step {batch.step}, not {step}")
+        check_tokens(batch.samples, self._spec.vocab_size)
+        check_same_batch(batch, rollout_path)
+        replicas = Replicas(self.policy.model)
+        check_weights(replicas)
         work = GrpoStep(self.policy, self._layout, batch)
         metrics: dict[str, Any] = work.run()
         if dump_dir is not None and self._layout.lead:
             write_dump(dump_dir, step, self._layout.rank, work.own_samples)
+        check_weights(replicas)
+        check_metrics(metrics)
         seconds = torch.tensor(time.perf_counter() - started, device=parallel.device())
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
         return {"step": step, **metrics, "seconds_train": seconds.item()}
@@ -144,6 +158,7 @@ class TrainerWorker:
                 for i, example in enumerate(batch)
             ]
             total = sum(int(s.mask.sum()) for s in samples)
+            check_tokens(samples, self._spec.vocab_size)
             if total == 0:
                 raise ValueError("a supervised batch has no token to learn")
             for sample in samples:
