@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from miles_core.modeling import parallel
 from miles_core.modeling.cut import Cut
 from miles_core.modeling.hf_config import ModelSpec
+from miles_core.modeling.log_probs import Head
 from miles_core.modeling.megatron_fixes import complete_latent
 from miles_core.modeling.model_config import layer_spec, transformer_config
 from miles_core.modeling.norm import RMSNorm
@@ -28,7 +29,7 @@ _PLACE = re.compile(r"(decoder\.layers|local_experts)\.(\d+)\.")
 
 
 class PolicyModel(GPTModel):
-    """A GPTModel that can leave out the logits of tokens nobody asks for.
+    """A GPTModel that gives hidden states, and logits of those alone that are asked for.
 
     `first_layer` and `first_expert`: the number in the whole model of this rank's first one.
     """
@@ -63,19 +64,22 @@ class PolicyModel(GPTModel):
             for layer in self.decoder.layers:
                 complete_latent(layer.self_attention)
         self._rows: torch.Tensor | None = None
-        if self.post_process:
-            if config.sequence_parallel:  # the rows are gathered before they are selected
-                self.output_layer.sequence_parallel = False
-                self.output_layer.allreduce_dgrad = True
-            self.output_layer.register_forward_pre_hook(self._select_rows)
 
-    def _select_rows(self, _: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        hidden, *rest = args
+    def _postprocess(self, hidden_states: torch.Tensor, **rest: Any) -> torch.Tensor:
+        """For `part` in place of megatron's, which computes the logits of all tokens at once."""
+        if self._rows is None or not self.post_process:
+            return super()._postprocess(hidden_states, **rest)
         if self.config.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        if self._rows is not None:
-            hidden = hidden.flatten(0, 1).index_select(0, self._rows).unsqueeze(1)
-        return (hidden, *rest)
+            hidden_states = gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=False
+            )
+        return hidden_states.flatten(0, 1).index_select(0, self._rows)
+
+    def head(self, hidden: torch.Tensor) -> Head:
+        """Logits of what `part` gave on the last pipeline stage."""
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        return Head(hidden, weight)
 
     def global_name(self, name: str) -> str:
         """The name in the whole model of what this rank calls `name`."""
@@ -96,8 +100,8 @@ class PolicyModel(GPTModel):
                 buffer.data = buffer.data.float()
 
     def part(self, cut: Cut) -> torch.Tensor:
-        """This rank's pass: logits [1, n, vocab / tp] at `cut.rows` on the last pipeline stage,
-        hidden states for the next stage before it."""
+        """This rank's pass: hidden states [n, h] at `cut.rows` on the last pipeline stage, all of
+        them for the next stage before it."""
         self._rows = cut.rows
         try:
             # rotary positions follow from the packing or from the row, never from this argument
@@ -118,7 +122,7 @@ class PolicyModel(GPTModel):
         if rows is None:
             rows = torch.arange(len(tokens), device=tokens.device)
         cut = Cut(tokens, lengths, rows, True, self.config.sequence_parallel)
-        return self.part(cut).squeeze(0)
+        return self.head(self.part(cut)).logits()
 
 
 def build_model(

@@ -14,6 +14,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from miles_core.modeling import parallel
 from miles_core.modeling.cut import Cut
 from miles_core.modeling.gpt import PolicyModel
+from miles_core.modeling.log_probs import Head
 from miles_core.modeling.routing import RoutedPass
 
 
@@ -26,9 +27,9 @@ class MicroBatch(Protocol):
     targets: torch.Tensor
 
 
-# From this rank's logits [n, vocab / tp], the targets [n] they predict, the micro-batch's number
-# and its cut to a scalar whose gradient is wanted.
-Last = Callable[[torch.Tensor, torch.Tensor, int, Cut], torch.Tensor]
+# From the head over this rank's n rows, the targets [n] they predict, the micro-batch's number and
+# its cut to a scalar whose gradient is wanted.
+Last = Callable[[Head, torch.Tensor, int, Cut], torch.Tensor]
 
 
 def run(
@@ -54,9 +55,9 @@ def run(
         batch = batches[number]
         cut = Cut(batch.tokens, batch.lengths, batch.rows, packed, model.config.sequence_parallel)
 
-        def scalar(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-            value = last(logits.squeeze(0), batch.targets[cut.places], number, cut)
-            return value, torch.zeros((), dtype=torch.int, device=logits.device), {}
+        def scalar(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+            value = last(model.head(hidden), batch.targets[cut.places], number, cut)
+            return value, torch.zeros((), dtype=torch.int, device=hidden.device), {}
 
         part = stage.part(cut) if routed is None else routed.part(stage, cut, number)
         return part, scalar

@@ -15,11 +15,7 @@ from miles_core.modeling import dist_state, parallel, schedule
 from miles_core.modeling.cut import Cut
 from miles_core.modeling.gpt import build_model
 from miles_core.modeling.hf_config import ModelSpec
-from miles_core.modeling.log_probs import (
-    log_probs_and_entropy,
-    token_log_probs,
-    token_log_probs_and_entropy,
-)
+from miles_core.modeling.log_probs import Head, log_probs_and_entropy, token_log_probs
 from miles_core.modeling.optim import AdamSettings, Optimizer
 from miles_core.training.batch import Packed, TrainSample, make_sample
 from miles_core.training.config import TrainerConfig
@@ -181,10 +177,8 @@ class Policy:
         values: list[torch.Tensor] = []
         entropy = torch.zeros(1, dtype=torch.float64, device=self.device)
 
-        def last(
-            logits: torch.Tensor, targets: torch.Tensor, number: int, cut: Cut
-        ) -> torch.Tensor:
-            log_probs, entropies = log_probs_and_entropy(logits, targets, self.config.temperature)
+        def last(head: Head, targets: torch.Tensor, number: int, cut: Cut) -> torch.Tensor:
+            log_probs, entropies = log_probs_and_entropy(head, targets, self.config.temperature)
             values.append(cut.join(log_probs))
             entropy.add_(cut.join(entropies).double().sum())
             return values[-1].sum()
@@ -211,11 +205,9 @@ class Policy:
         values: list[torch.Tensor] = []
         bad: list[str] = []
 
-        def last(
-            logits: torch.Tensor, targets: torch.Tensor, number: int, cut: Cut
-        ) -> torch.Tensor:
+        def last(head: Head, targets: torch.Tensor, number: int, cut: Cut) -> torch.Tensor:
             packed = batches[number]
-            log_probs = self._log_probs(logits, targets, packed, cut)
+            log_probs = self._log_probs(head, targets, packed, cut)
             values.append(log_probs.detach())
             if not len(packed.targets):
                 return log_probs.sum()
@@ -242,13 +234,13 @@ class Policy:
         return update
 
     def _log_probs(
-        self, logits: torch.Tensor, targets: torch.Tensor, packed: Packed, cut: Cut
+        self, head: Head, targets: torch.Tensor, packed: Packed, cut: Cut
     ) -> torch.Tensor:
         """Of the sampled tokens; `packed.entropy` is filled when the loss uses it."""
         temperature = self.config.temperature
         if self.config.entropy_coef == 0:
-            return cut.join(token_log_probs(logits, targets, temperature))
-        log_probs, entropy = token_log_probs_and_entropy(logits, targets, temperature)
+            return cut.join(token_log_probs(head, targets, temperature))
+        log_probs, entropy = log_probs_and_entropy(head, targets, temperature)
         packed.entropy = cut.join(entropy)
         return cut.join(log_probs)
 

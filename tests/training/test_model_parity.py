@@ -14,7 +14,6 @@ from miles_core.modeling import parallel
 from miles_core.modeling.gpt import build_model
 from miles_core.modeling.hf_config import UnsupportedModel, read_spec
 from miles_core.modeling.hf_weights import HFReader, load_hf
-from miles_core.modeling.log_probs import log_probs_and_entropy, token_log_probs
 from miles_core.modeling.weight_stream import to_hf
 
 
@@ -65,23 +64,6 @@ def test_logits_gradients_and_export(pair: tuple[Any, Any, Path]) -> None:
     exported, source = to_hf(model, read_spec(path)), load_file(path / "model.safetensors")
     assert set(exported) == set(source)
     assert all(torch.equal(exported[name], source[name]) for name in source)
-
-
-def test_log_probs_are_those_of_scaled_logits() -> None:
-    logits = torch.randn(7, VOCAB, dtype=torch.float32) * 5
-    targets = torch.randint(0, VOCAB, (7,))
-    weight = torch.randn(7)
-    mine, plain = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    got = token_log_probs(mine, targets, 0.7)
-    distribution = torch.log_softmax(plain / 0.7, -1)
-    want = distribution.gather(1, targets[:, None])[:, 0]
-    assert torch.allclose(got, want, atol=1e-5)
-    (got * weight).sum().backward()
-    (want * weight).sum().backward()
-    assert torch.allclose(mine.grad, plain.grad, atol=1e-6)
-    values, entropy = log_probs_and_entropy(logits.clone(), targets, 0.7)
-    assert torch.allclose(values, want, atol=1e-5)
-    assert torch.allclose(entropy, -(distribution.exp() * distribution).sum(-1), atol=1e-4)
 
 
 def test_another_architecture_is_named(tmp_path: Path) -> None:
