@@ -56,6 +56,6 @@ if __name__ == "__main__":
     for kept in (0, log_probs.KEPT):
         log_probs.KEPT, log_probs.MIN_ROWS, log_probs.BLOCK = kept, 5, {"cpu": 1}
         for entropy in (False, True):
-            answers[f"{'kept' if kept else 'again'}-{entropy}"] = own(3.0, entropy)
+            answers[f"{'kept' if kept else 'again'}-{entropy}"] = own(1.0, entropy)
     torch.save(answers, directory / f"rank{rank}.pt")
     parallel.stop()

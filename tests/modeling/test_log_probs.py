@@ -74,7 +74,7 @@ def test_a_vocabulary_over_two_ranks(tmp_path: Path) -> None:
         for key in ("values", "entropies", "observed", "of_hidden"):
             assert torch.equal(first[key], second[key]), (name, key)
         first["of_weight"] = torch.cat((first["of_weight"], second["of_weight"]))
-        assert_equal(first, expected(3.0, name.endswith("True")), 1e-6)
+        assert_equal(first, expected(1.0, name.endswith("True")), 1e-6)
 
 
 @pytest.mark.parametrize("entropy", [False, True])
