@@ -12,7 +12,7 @@ from typing import Any
 from miles_core.checkpoints import manifest, store
 from miles_core.checkpoints.layout import HF_DIR, STATE_FILE
 
-SECTIONS = ("model", "optimizer", "random", "objects")
+SECTIONS = ("model", "optimizer", "critic", "critic.optimizer", "random", "objects")
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,8 @@ def checkpoints_of(path: Path) -> list[Path]:
 
 
 def _section(key: str) -> str:
-    return next((name for name in ("optimizer", "random") if key.startswith(name)), "model")
+    prefixes = ("optimizer", "critic.optimizer", "critic", "random")
+    return next((name for name in prefixes if key.startswith(f"{name}.")), "model")
 
 
 def _json(path: Path) -> dict[str, Any]:

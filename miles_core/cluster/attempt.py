@@ -21,6 +21,7 @@ from miles_core.cluster.fleet import Fleet, Inputs
 from miles_core.cluster.no_signal import NoSignal
 from miles_core.cluster.tracking import Tracker
 from miles_core.cluster.trainers import TrainerGroup
+from miles_core.config.algorithm_checks import WITHOUT_GROUPS
 from miles_core.data.source import PromptSource, Row
 from miles_core.engines.client import EngineClient
 from miles_core.rollout.dump import DamagedRollout, read_rollout, write_rollout
@@ -65,7 +66,11 @@ class Attempt:
         )
         self._trainers: TrainerGroup | None = None
         self._agents: AgentServerClient | None = None
-        self._no_signal = NoSignal(self.config.rollout.no_signal_steps, events)
+        self._no_signal = NoSignal(
+            self.config.rollout.no_signal_steps,
+            events,
+            whole_step=self.config.training.advantage_estimator in WITHOUT_GROUPS,
+        )
 
     def _on_restart(self, detail: str) -> None:
         self._journal.append("alarm", kind="service_restarted", detail=detail)
@@ -139,7 +144,12 @@ class Attempt:
             training.num_trainer_ranks,
             self.config.cluster.rank_silence_s,
         )
-        setup = self._trainers.setup(load or self.inputs.torch_dist, self.inputs.ref_torch_dist)
+        critic = self.config.model.critic_load
+        setup = self._trainers.setup(
+            load or self.inputs.torch_dist,
+            self.inputs.ref_torch_dist,
+            None if critic is None else str(critic),
+        )
         _, engine_urls = await asyncio.gather(self._guard(setup), self._fleet.wait_engines())
         self._fleet.record("ranks", await self._trainers.processes())
         session_urls = await self._fleet.wait_sessions()

@@ -71,13 +71,15 @@ class RankActor:
             probe.bind((host, 0))
             return host, probe.getsockname()[1]
 
-    def setup(self, address: tuple[str, int], load: str, ref_load: str | None) -> dict[str, Any]:
+    def setup(
+        self, address: tuple[str, int], load: str, ref_load: str | None, critic_load: str | None
+    ) -> dict[str, Any]:
         """Join the group, build the model and load it."""
         with self._in("init"):
             from miles_core.training.worker import TrainerWorker
 
             self._worker = TrainerWorker(self._config, self._rank, self._world_size, *address)
-            answer: dict[str, Any] = self._worker.init(load=load, ref_load=ref_load)
+            answer: dict[str, Any] = self._worker.init(load, ref_load, critic_load)
             return answer
 
     def call(self, method: str, *args: Any) -> Any:

@@ -37,10 +37,12 @@ class TrainerGroup:
         pulses = await self._together([rank.pulse() for rank in self._ranks])
         return {"pids": [p.pid for p in pulses], "nice": [p.nice for p in pulses]}
 
-    async def setup(self, load: str, ref_load: str | None) -> dict[str, Any]:
+    async def setup(
+        self, load: str, ref_load: str | None, critic_load: str | None
+    ) -> dict[str, Any]:
         """Start all ranks from a torch_dist directory; the answer of rank 0."""
         address = await self._ranks[0].call("address")
-        return (await self._on_all("setup", address, load, ref_load))[0]
+        return (await self._on_all("setup", address, load, ref_load, critic_load))[0]
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call `method` on every rank; the answer of rank 0.

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from miles_core.config.schema import TrainingConfig
+
+WITHOUT_GROUPS = ("reinforce_plus_plus", "ppo")
+"""Estimators that do not compare a trajectory with the others of its prompt."""
+CRITIC_FIELDS = (
+    "gamma",
+    "lambd",
+    "normalize_advantages",
+    "value_clip",
+    "critic_lr",
+    "critic_lr_warmup_steps",
+    "num_critic_only_steps",
+)
 
 
 def algorithm_errors(training: TrainingConfig, group_size: int) -> list[str]:
@@ -15,17 +28,19 @@ def algorithm_errors(training: TrainingConfig, group_size: int) -> list[str]:
         *_kl_errors(training),
         *_aggregation_errors(training),
         *_importance_errors(training),
+        *_critic_errors(training),
+        *_rollout_log_prob_errors(training),
     ]
 
 
 def _estimator_errors(training: TrainingConfig, group_size: int) -> list[str]:
     errors = []
     estimator = training.advantage_estimator
-    if group_size == 1 and estimator != "reinforce_plus_plus":
+    if group_size == 1 and estimator not in WITHOUT_GROUPS:
         errors.append(
             f"rollout.n_samples_per_prompt: with 1, {estimator} compares a trajectory with itself "
             "and every advantage is zero; set --n-samples-per-prompt to at least 2, or "
-            "--advantage-estimator reinforce_plus_plus"
+            f"--advantage-estimator {' or '.join(WITHOUT_GROUPS)}"
         )
     if not training.grpo_std_normalization and estimator not in ("grpo", "gspo"):
         errors.append(
@@ -66,19 +81,47 @@ def _aggregation_errors(training: TrainingConfig) -> list[str]:
     return []
 
 
+def _changed(training: TrainingConfig, names: Iterable[str]) -> list[str]:
+    """Those of the fields that differ from their defaults."""
+    fields = type(training).model_fields
+    return [name for name in names if getattr(training, name) != fields[name].default]
+
+
+def _rollout_log_prob_errors(training: TrainingConfig) -> list[str]:
+    if training.use_rollout_logprobs and training.use_routing_replay:
+        return [
+            "training.use_routing_replay: it replays the pass that computes the old "
+            "log-probabilities, which use_rollout_logprobs saves; leave out one of the two, or set "
+            "--use-rollout-routing-replay instead"
+        ]
+    return []
+
+
+def _critic_errors(training: TrainingConfig) -> list[str]:
+    if training.advantage_estimator == "ppo":
+        return []
+    return [
+        f"training.{name}: it concerns the critic of advantage_estimator ppo, and "
+        f"{training.advantage_estimator} has none, so it has no effect; leave it out or set "
+        "--advantage-estimator ppo"
+        for name in _changed(training, CRITIC_FIELDS)
+    ]
+
+
 def _importance_errors(training: TrainingConfig) -> list[str]:
     if not training.use_tis:
-        changed = [
-            name
-            for name in ("tis_mode", "tis_level", "tis_clip", "tis_clip_low")
-            if getattr(training, name) != type(training).model_fields[name].default
-        ]
+        changed = _changed(training, ("tis_mode", "tis_level", "tis_clip", "tis_clip_low"))
         return [
             f"training.{name}: it has no effect without importance weights; set --use-tis true or "
             "leave it out"
             for name in changed
         ]
     errors = []
+    if training.use_rollout_logprobs:
+        errors.append(
+            "training.use_tis: with use_rollout_logprobs the engine's log-probabilities are taken "
+            "for the trainer's, so every weight is 1; leave out one of the two"
+        )
     if training.tis_clip_low >= training.tis_clip:
         errors.append(
             f"training.tis_clip_low: {training.tis_clip_low:g} must be below tis_clip "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from miles_core.config.algorithm_checks import algorithm_errors
+from miles_core.config.algorithm_checks import WITHOUT_GROUPS, algorithm_errors
 from miles_core.config.layout import layout_error, tokens_needed
 
 if TYPE_CHECKING:
@@ -40,7 +40,8 @@ def cross_field_errors(config: MilesConfig) -> list[str]:
     if rollout.min_group_size > rollout.n_samples_per_prompt:
         errors.append(
             f"rollout.min_group_size: {rollout.min_group_size} is above n_samples_per_prompt "
-            f"({rollout.n_samples_per_prompt}), so every group would be dropped"
+            f"({rollout.n_samples_per_prompt}), so every group would be dropped; set "
+            f"--min-group-size {rollout.n_samples_per_prompt}"
         )
     trajectories = rollout.rollout_batch_size * rollout.n_samples_per_prompt
     if trajectories % training.global_batch_size:
@@ -64,4 +65,29 @@ def cross_field_errors(config: MilesConfig) -> list[str]:
     fault = layout_error(training.num_trainer_ranks, training)
     if fault is not None:
         errors.append(f"training.num_trainer_ranks: {fault}")
+    errors += _critic_errors(config)
     return errors + algorithm_errors(training, rollout.n_samples_per_prompt)
+
+
+def _critic_errors(config: MilesConfig) -> list[str]:
+    """Rules of the critic, and of groups of one, that concern several sections."""
+    errors = []
+    rollout, training = config.rollout, config.training
+    estimator = training.advantage_estimator
+    if config.model.critic_load is not None and estimator != "ppo":
+        errors.append(
+            f"model.critic_load: {estimator} has no critic; leave it out or set "
+            "--advantage-estimator ppo"
+        )
+    if training.num_critic_only_steps >= rollout.num_rollout and estimator == "ppo":
+        errors.append(
+            f"training.num_critic_only_steps: {training.num_critic_only_steps} leaves none of the "
+            f"{rollout.num_rollout} steps (num_rollout) to the policy"
+        )
+    lonely = rollout.min_group_size == 1 < rollout.n_samples_per_prompt
+    if lonely and estimator not in WITHOUT_GROUPS:
+        errors.append(
+            f"rollout.min_group_size: {estimator} compares the members of a group, and one alone "
+            "teaches nothing; set --min-group-size 2"
+        )
+    return errors

@@ -68,6 +68,11 @@ class ModelConfig(Section):
     ref_load: Path | None = Field(
         None, description="torch_dist directory of the reference; default: the converted policy"
     )
+    critic_load: Path | None = Field(
+        None,
+        description="torch_dist directory that the critic starts from: its critic, or else its "
+        "policy under a new value head; default: the converted policy",
+    )
     cache_dir: Path | None = Field(
         None, description="Prepared data, models and conversions; default RUNS_DIR/.cache"
     )
@@ -78,7 +83,7 @@ class RolloutConfig(Section):
 
     num_rollout: int = Field(ge=1, description="Steps: one rollout and its update each")
     rollout_batch_size: int = Field(4, ge=1, description="Prompts (groups) in a step")
-    n_samples_per_prompt: int = Field(8, ge=2, description="Trajectories of each prompt")
+    n_samples_per_prompt: int = Field(8, ge=1, description="Trajectories of each prompt")
     temperature: float = Field(0.8, gt=0, description="Sampling temperature")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus of the sampling")
     rollout_max_response_len: int = Field(8192, ge=1, description="Tokens of one model call")
@@ -88,7 +93,7 @@ class RolloutConfig(Section):
         None, ge=1, description="Trials in flight; default: all of a step, capped by the server"
     )
     max_attempts: int = Field(3, ge=1, description="Trials for one place when there is no verdict")
-    min_group_size: int = Field(2, ge=2, description="Graded members that a group needs")
+    min_group_size: int = Field(2, ge=1, description="Graded members that a group needs")
     max_no_verdict_share: float = Field(
         0.5, gt=0, le=1, description="Share of no_verdict trials in the window that is an outage"
     )
@@ -182,9 +187,32 @@ class TrainingConfig(Section):
     adam_beta2: float = Field(0.98, ge=0, lt=1, description="AdamW beta2")
     clip_grad: float = Field(1.0, gt=0, description="Largest gradient norm")
     advantage_estimator: Literal[
-        "grpo", "gspo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
-    ] = Field("grpo", description="Advantages; gspo: those of grpo, and the ratio of the sequence")
+        "grpo", "gspo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"
+    ] = Field(
+        "grpo",
+        description="Advantages; gspo: those of grpo, and the ratio of the sequence; ppo: those of "
+        "a critic, a second model that is trained beside the policy",
+    )
     grpo_std_normalization: bool = Field(True, description="Divide advantages by the group's std")
+    gamma: float = Field(1.0, gt=0, le=1, description="ppo: discount of a sampled token")
+    lambd: float = Field(
+        1.0, ge=0, le=1, description="ppo: 1 trusts the returns, 0 the critic (lambda of GAE)"
+    )
+    normalize_advantages: bool = Field(
+        True, description="ppo: subtract the mean of a step's advantages, divide by their std"
+    )
+    value_clip: float = Field(
+        0.2, gt=0, description="ppo: how far a value may move in a step before its loss is cut"
+    )
+    critic_lr: float | None = Field(
+        None, gt=0, description="ppo: peak learning rate of the critic; default: lr"
+    )
+    critic_lr_warmup_steps: int = Field(
+        0, ge=0, description="ppo: optimizer steps of the critic's linear warm-up"
+    )
+    num_critic_only_steps: int = Field(
+        0, ge=0, description="ppo: first steps of a run that train the critic alone"
+    )
     eps_clip: float = Field(0.2, gt=0, lt=1, description="Lower clip of the ratio")
     eps_clip_high: float = Field(0.28, gt=0, description="Upper clip of the ratio")
     eps_clip_c: float | None = Field(None, gt=1, description="Dual clip; none by default")
@@ -206,6 +234,11 @@ class TrainingConfig(Section):
     )
     loss_constant_length: int | None = Field(
         None, ge=1, description="That constant, such as the most tokens of a trajectory"
+    )
+    use_rollout_logprobs: bool = Field(
+        False,
+        description="Take the engine's log-probabilities for those of the policy before the step, "
+        "and save the pass that computes them",
     )
     use_tis: bool = Field(False, description="Weight by importance (trainer over engine)")
     tis_mode: Literal["tis", "mis", "icepop"] = Field(

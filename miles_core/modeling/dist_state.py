@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
 
 from miles_core.modeling.gpt import PolicyModel
@@ -77,13 +78,15 @@ def save(
     model: PolicyModel,
     optimizer: Optimizer | None = None,
     extra: dict[str, Any] | None = None,
+    more: dict[str, Any] | None = None,
 ) -> None:
     """Write the model and, when given, the optimizer and every rank's random state. Collective.
 
-    `extra` holds plain values, equal on all ranks. `directory` must exist and be empty.
+    `extra` holds plain values, equal on all ranks, `more` further entries from `named_state`.
+    `directory` must exist and be empty.
     """
     model_state = model.sharded_state_dict()
-    state: dict[str, Any] = {"model": model_state, "extra": extra or {}}
+    state: dict[str, Any] = {"model": model_state, "extra": extra or {}, **(more or {})}
     if optimizer is not None:
         state["optimizer"] = optimizer.sharded_state(model_state, loading=False)
         state["layout"] = {"steps": optimizer.steps, "ranks": dist.get_world_size()}
@@ -92,23 +95,67 @@ def save(
     dist.barrier()
 
 
+def named_state(
+    name: str, model: PolicyModel, optimizer: Optimizer, extra: dict[str, Any]
+) -> dict[str, Any]:
+    """A second model with its optimizer, to be saved as the entry `name` of a checkpoint; its
+    tensors are stored under `name.` and their usual names. Collective."""
+    state = _named(name, model, optimizer, loading=False)
+    return {**state, "steps": optimizer.steps, "extra": extra}
+
+
+def _named(
+    name: str, model: PolicyModel, optimizer: Optimizer | None, loading: bool
+) -> dict[str, Any]:
+    state: dict[str, Any] = {"model": model.sharded_state_dict()}
+    if optimizer is not None:
+        state["optimizer"] = optimizer.sharded_state(state["model"], loading=loading)
+    add_prefix_for_sharding(state, f"{name}.")
+    return state
+
+
+def has(directory: str | Path, name: str) -> bool:
+    """Whether a checkpoint holds a second model of that name."""
+    return name in dist_checkpointing.load_common_state_dict(str(directory))
+
+
+def load_named(
+    directory: str | Path, name: str, model: PolicyModel, optimizer: Optimizer | None = None
+) -> dict[str, Any]:
+    """Load what `named_state` saved; its `extra`. Collective."""
+    common = dist_checkpointing.load_common_state_dict(str(directory))[name]
+    wanted = {name: _named(name, model, optimizer, loading=True)}
+    state = dist_checkpointing.load(wanted, str(directory), validate_access_integrity=False)[name]
+    model.load_state_dict(state["model"])
+    if optimizer is not None:
+        optimizer.load_state(state["optimizer"], common["steps"])
+    extra: dict[str, Any] = common["extra"]
+    return extra
+
+
 def load(
-    directory: str | Path, model: PolicyModel, optimizer: Optimizer | None = None
+    directory: str | Path,
+    model: PolicyModel,
+    optimizer: Optimizer | None = None,
+    leave_out: str | None = None,
 ) -> dict[str, Any] | None:
     """Load the model; the optimizer and the random state too when both sides have one. Collective.
 
-    Returns `extra` of a checkpoint that was saved with an optimizer, else None. The random state
-    is restored only into the same number of ranks.
+    The parameter called `leave_out` stays as it is. Returns `extra` of a checkpoint that was saved
+    with an optimizer, else None. The random state is restored only into the same number of ranks.
     """
     common = dist_checkpointing.load_common_state_dict(str(directory))
     layout = common.get("layout")
     model_state = model.sharded_state_dict()
+    kept = model_state.pop(leave_out, None)
     wanted: dict[str, Any] = {"model": model_state}
     if optimizer is not None and layout is not None:
         wanted["optimizer"] = optimizer.sharded_state(model_state, loading=True)
         if layout["ranks"] == dist.get_world_size():
             wanted["random"] = _random_entry(None)
     state = dist_checkpointing.load(wanted, str(directory), validate_access_integrity=False)
+    if kept is not None:
+        state["model"][leave_out] = kept.data
     model.load_state_dict(state["model"])
     if optimizer is None:
         return common["extra"] if layout is not None else None

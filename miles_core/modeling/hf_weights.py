@@ -50,9 +50,13 @@ def cutting_group(weight: Weight) -> dist.ProcessGroup:
 
 
 @torch.no_grad()
-def load_hf(model: PolicyModel, spec: ModelSpec, tensor: Lookup) -> None:
-    """Fill the model from Hugging Face tensors; raises when a parameter is left without a value."""
+def load_hf(
+    model: PolicyModel, spec: ModelSpec, tensor: Lookup, leave_out: str | None = None
+) -> None:
+    """Fill the model from Hugging Face tensors, but for the parameter called `leave_out`; raises
+    when another one is left without a value."""
     own = own_tensors(model)
+    own.pop(leave_out or "", None)
 
     def put(name: str, weight: Weight) -> None:
         target = own.pop(name)

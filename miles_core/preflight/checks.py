@@ -110,6 +110,9 @@ def check_paths(config: MilesConfig) -> list[Problem]:
     if model.ref_load is not None:
         fix = "set --ref-load to a torch_dist directory, or leave it out"
         problems += _need(model.ref_load, "model.ref_load", fix, kind="dir")
+    if model.critic_load is not None:
+        fix = "set --critic-load to a torch_dist directory, or leave it out"
+        problems += _need(model.critic_load, "model.critic_load", fix, kind="dir")
     if server.agent_server_url is None:
         fix = "set --tasks-dir to a folder of Harbor tasks"
         problems += _need(server.tasks_dir, "agent_server.tasks_dir", fix, kind="dir")

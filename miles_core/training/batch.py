@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from miles_core.training.losses import TokenData
+from miles_core.training.value_loss import ValueData
 
 REMEDY = "remove the file, and the step is rolled out anew"
 
@@ -22,7 +24,8 @@ class TrainSample:
     `tokens` int64 [T], `mask` bool [T] (true: sampled, trained), `rollout` float32 [T]. The
     log-probabilities `old`, `ref` and `current` [T] are filled while training, zero off the mask,
     as are `advantages` [T] and, where the loss uses them, the importance weights `tis` [T] and
-    `sequence_log_ratio`, the mean of current - old over all sampled tokens of the trajectory.
+    `sequence_log_ratio`, the mean of current - old over all sampled tokens of the trajectory. With
+    a critic, `values` [T] are its values before the step and `returns` [T] its targets.
 
     For routing replay, `engine_experts` [T - 1, layers * k] integers are the experts of all layers
     that the engine chose, `experts` [T, layers, k] int16 those of this rank's layers that a pass
@@ -40,6 +43,8 @@ class TrainSample:
     micro_batch: int = -1
     tis: torch.Tensor | None = None
     sequence_log_ratio: float | None = None
+    values: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
     logprobs: dict[str, torch.Tensor] = field(default_factory=dict)
     engine_experts: torch.Tensor | None = None
     experts: torch.Tensor | None = None
@@ -221,12 +226,17 @@ class Packed:
         """Log-probabilities `name` of the sampled tokens, [N]."""
         return self._flat([s.logprobs[name] for s in self.samples])
 
-    def keep(self, name: str, values: torch.Tensor) -> None:
-        """Give each sample its part of `values` [N] as [T], zero where nothing was sampled."""
-        full = torch.zeros(len(self._mask))
+    def parts(self, values: torch.Tensor) -> Iterator[tuple[TrainSample, torch.Tensor]]:
+        """Each sample with its part of `values` [N] as [T], zero where nothing was sampled."""
+        full = torch.zeros(len(self._mask), dtype=torch.float32)
         full[self._mask] = values.detach().float().cpu()
         for sample, part in zip(self.samples, full.split(self.lengths), strict=True):
-            sample.logprobs[name] = part.clone()
+            yield sample, part.clone()
+
+    def keep(self, name: str, values: torch.Tensor) -> None:
+        """Give each sample its part of `values` [N] as log-probabilities `name`."""
+        for sample, part in self.parts(values):
+            sample.logprobs[name] = part
 
     def experts(self) -> torch.Tensor | None:
         """The experts [T, layers, k] that the tokens are given, -1: none; None: to no token."""
@@ -246,6 +256,14 @@ class Packed:
 
     def weights(self) -> torch.Tensor:
         return self._spread([s.weight for s in self.samples])
+
+    def value_data(self) -> ValueData:
+        """What the loss of a critic needs."""
+        return ValueData(
+            returns=self._flat([s.returns for s in self.samples if s.returns is not None]),
+            old=self._flat([s.values for s in self.samples if s.values is not None]),
+            weights=self.weights(),
+        )
 
     def token_data(self, with_reference: bool) -> TokenData:
         """What the loss needs."""

@@ -26,9 +26,16 @@ class TrainerConfig:
     adam_beta2: float = 0.98
     clip_grad: float = 1.0
     advantage_estimator: Literal[
-        "grpo", "gspo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
+        "grpo", "gspo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"
     ] = "grpo"
     grpo_std_normalization: bool = True
+    gamma: float = 1.0
+    lambd: float = 1.0
+    normalize_advantages: bool = True
+    value_clip: float = 0.2
+    critic_lr: float | None = None
+    critic_lr_warmup_steps: int = 0
+    num_critic_only_steps: int = 0
     eps_clip: float = 0.2
     eps_clip_high: float = 0.28
     eps_clip_c: float | None = None
@@ -39,6 +46,7 @@ class TrainerConfig:
     entropy_coef: float = 0.0
     loss_aggregation: Literal["trajectory", "token", "constant"] = "trajectory"
     loss_constant_length: int | None = None
+    use_rollout_logprobs: bool = False
     use_tis: bool = False
     tis_mode: Literal["tis", "mis", "icepop"] = "tis"
     tis_level: Literal["token", "sequence", "geometric"] = "token"

@@ -14,7 +14,8 @@ def write_dump(directory: str | Path, step: int, rank: int, samples: list[TrainS
     """Write the samples of a rank under a temporary name, sync it, rename it.
 
     Advantages, log-probabilities and importance weights are float32 [T], zero where nothing was
-    sampled; "ref_logprobs" is absent without a reference, "tis" without importance sampling.
+    sampled; "ref_logprobs" is absent without a reference, "tis" without importance sampling,
+    "values" and "returns" without a critic.
     """
     path = Path(directory) / f"rank_{rank}.pt"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -27,7 +28,7 @@ def write_dump(directory: str | Path, step: int, rank: int, samples: list[TrainS
             "loss_mask": s.mask.to(torch.uint8),
             "rollout_logprobs": s.rollout,
             **{f"{name}_logprobs": values for name, values in s.logprobs.items()},
-            **({} if s.tis is None else {"tis": s.tis}),
+            **_optional(s),
             "micro_batch": s.micro_batch,
         }
         for s in samples
@@ -39,3 +40,8 @@ def write_dump(directory: str | Path, step: int, rank: int, samples: list[TrainS
         os.fsync(file.fileno())
     os.replace(temporary, path)
     return path
+
+
+def _optional(sample: TrainSample) -> dict[str, torch.Tensor]:
+    found = {"tis": sample.tis, "values": sample.values, "returns": sample.returns}
+    return {name: value for name, value in found.items() if value is not None}

@@ -12,6 +12,9 @@ from miles_core.modeling.parallel import Layout
 from miles_core.training.advantages import has_spread
 from miles_core.training.batch import Packed, RolloutBatch, TrainSample
 from miles_core.training.config import TrainerConfig
+from miles_core.training.critic import Critic
+from miles_core.training.critic_step import update_critic
+from miles_core.training.gae import assign_gae
 from miles_core.training.importance import ImportanceSettings
 from miles_core.training.losses import (
     LOSS_NAMES,
@@ -23,8 +26,10 @@ from miles_core.training.losses import (
 )
 from miles_core.training.mismatch import assign_importance, mismatch_metrics
 from miles_core.training.packing import limits, micro_batches
-from miles_core.training.policy import Policy, Update, max_over_ranks, sum_over_ranks
+from miles_core.training.policy import Policy
+from miles_core.training.reduce import max_over_ranks, sum_over_ranks
 from miles_core.training.step_advantages import assign_advantages
+from miles_core.training.trained_model import Update
 from miles_core.training.trajectories import trajectory_sums
 
 
@@ -70,8 +75,11 @@ def plan_micro_batches(
 class GrpoStep:
     """The work of one `train` call; `own_samples` are those of this rank, filled as it goes."""
 
-    def __init__(self, policy: Policy, layout: Layout, batch: RolloutBatch) -> None:
+    def __init__(
+        self, policy: Policy, layout: Layout, batch: RolloutBatch, critic: Critic | None = None
+    ) -> None:
         self._policy = policy
+        self._critic = critic
         self._config = policy.config
         self._batch = batch
         self._total_weights: list[float] = []
@@ -102,22 +110,47 @@ class GrpoStep:
         if self._policy.has_reference:
             with self._timed("seconds_reference"):
                 self._policy.record_reference(everything)
-        with self._timed("seconds_old"):
-            recorded = self._policy.record("old", everything)
-        metrics: dict[str, float | list[str]] = {}
-        metrics |= mismatch_metrics(self.own_samples)
-        metrics |= self._entropy(recorded["entropy"])
-        metrics |= assign_advantages(self._batch, self.own_samples, self._config)
+        metrics = self._old_log_probs(everything)
+        metrics |= self._advantages(everything)
         if self._config.use_tis:
             settings = importance_settings(self._config)
             metrics |= assign_importance(self._batch, self.own_samples, settings)
-        with self._timed("seconds_update"):
-            updates = [self._update(number) for number in range(len(self._parts))]
-        metrics |= self._summary(updates)
+        if self._critic is not None:
+            with self._timed("seconds_critic"):
+                metrics |= update_critic(self._critic, self._parts, self._total_weights)
+        if self._batch.step >= self._config.num_critic_only_steps:
+            metrics |= self._update_policy()
         metrics |= self._rewards()
         if routing is not None:
             metrics |= routing.metrics()
         metrics |= max_over_ranks(self._seconds)
+        return metrics
+
+    def _old_log_probs(self, everything: list[list[TrainSample]]) -> dict[str, float | list[str]]:
+        """Set the log-probabilities before the step; what they show of engine and entropy."""
+        if self._config.use_rollout_logprobs:
+            for sample in self.own_samples:
+                sample.logprobs["old"] = sample.rollout.masked_fill(~sample.mask, 0.0)
+            return {}
+        with self._timed("seconds_old"):
+            recorded = self._policy.record("old", everything)
+        return {**mismatch_metrics(self.own_samples), **self._entropy(recorded["entropy"])}
+
+    def _advantages(self, everything: list[list[TrainSample]]) -> dict[str, float]:
+        if self._critic is None:
+            return assign_advantages(self._batch, self.own_samples, self._config)
+        with self._timed("seconds_values"):
+            self._critic.record(everything)
+        return assign_gae(self._batch, self.own_samples, self._config)
+
+    def _update_policy(self) -> dict[str, float | list[str]]:
+        with self._timed("seconds_update"):
+            updates = [self._update(number) for number in range(len(self._parts))]
+        metrics = self._summary(updates)
+        if self._config.use_rollout_logprobs and self._parts:
+            # the first optimizer step saw the policy as it was before the step
+            first = [sample for mb in self._parts[0] for sample in mb]
+            metrics |= mismatch_metrics(first, trainer="current")
         return metrics
 
     @contextmanager
@@ -129,7 +162,8 @@ class GrpoStep:
     def _update(self, number: int) -> Update:
         part = self._parts[number]
         if self._config.advantage_estimator == "gspo":
-            self._record_sequence_ratios(part, weights_are_old=number == 0)
+            old = number == 0 and not self._config.use_rollout_logprobs
+            self._record_sequence_ratios(part, weights_are_old=old)
         return self._policy.update(part, self._loss, LOSS_NAMES)
 
     def _record_sequence_ratios(self, part: list[list[TrainSample]], weights_are_old: bool) -> None:
@@ -203,4 +237,5 @@ class GrpoStep:
             "frac_reward_zero_std": len(flat) / max(1, len(of_groups)),
             "trajectories": float(len(rewards)),
             "samples": float(len(self._batch.samples)),
+            "trained_tokens": float(sum(self._batch.tokens)),
         }

@@ -9,12 +9,13 @@ import torch
 
 from miles_core.training.batch import RolloutBatch, TrainSample
 from miles_core.training.importance import ImportanceSettings, importance_weights, outside
-from miles_core.training.policy import max_over_ranks, sum_over_ranks
+from miles_core.training.reduce import max_over_ranks, sum_over_ranks
 from miles_core.training.trajectories import trajectory_sums
 
 
-def mismatch_metrics(own: list[TrainSample]) -> dict[str, float]:
-    """Over all sampled tokens of the step, with x = old - rollout; equal on all ranks. Collective.
+def mismatch_metrics(own: list[TrainSample], trainer: str = "old") -> dict[str, float]:
+    """Over all sampled tokens of the samples, with x = log-probability called `trainer` - rollout;
+    equal on all ranks. Collective.
 
     Mean and largest |x| (infinite where one is NaN, which a maximum over ranks would lose), and
     the divergences as means over the engine's samples: KL(engine || trainer) of exp(x) - 1 - x,
@@ -25,7 +26,7 @@ def mismatch_metrics(own: list[TrainSample]) -> dict[str, float]:
     for sample in own:
         if not sample.mask.any():
             continue
-        x = _log_rho(sample)[sample.mask].double()
+        x = (sample.logprobs[trainer] - sample.rollout)[sample.mask].double()
         sums["absolute"] += x.abs().sum().item()
         sums["forward"] += (x.exp() - 1 - x).sum().item()
         sums["reverse"] += (x * x.exp() - x.exp() + 1).sum().item()
@@ -37,7 +38,6 @@ def mismatch_metrics(own: list[TrainSample]) -> dict[str, float]:
         "train_rollout_logprob_abs_diff": total["absolute"] / tokens,
         "train_rollout_kl": total["forward"] / tokens,
         "train_rollout_kl_reverse": total["reverse"] / tokens,
-        "trained_tokens": total["tokens"],
         **max_over_ranks({"train_rollout_logprob_abs_diff_max": largest}),
     }
 

@@ -8,7 +8,7 @@ from miles_core.training.advantages import NORMALIZED_OVER_STEP, group_advantage
 from miles_core.training.batch import RolloutBatch, TrainSample
 from miles_core.training.config import TrainerConfig
 from miles_core.training.kl import kl_estimate
-from miles_core.training.policy import sum_over_ranks
+from miles_core.training.reduce import sum_over_ranks
 from miles_core.training.trajectories import masked, sample_sums
 
 VARIANCE_EPSILON = 1e-8
@@ -25,26 +25,28 @@ def assign_advantages(
     it: `A_t = A - kl_coef * sum(k_u, u >= t)`, the samples of a trajectory one behind the other
     (arXiv 2501.03262, equation 2).
     """
+    estimator = config.advantage_estimator
+    assert estimator != "ppo"  # its advantages come from a critic, see `gae`
     penalties = _penalties(batch, own, config)
     rewards = list(batch.rewards)
-    if penalties is not None and config.advantage_estimator not in NORMALIZED_OVER_STEP:
+    if penalties is not None and estimator not in NORMALIZED_OVER_STEP:
         for (trajectory, _), value in penalties.items():
             rewards[trajectory] -= value
     advantages = [0.0] * len(rewards)
     for group in batch.groups:
         of_group = group_advantages(
             torch.tensor(rewards[group.start : group.stop], dtype=torch.float64),
-            config.advantage_estimator,
+            estimator,
             config.grpo_std_normalization,
         )
         advantages[group.start : group.stop] = of_group.tolist()
     for sample in own:
         sample.advantages = sample.mask.float() * advantages[sample.trajectory]
-    if config.advantage_estimator in NORMALIZED_OVER_STEP:
+    if estimator in NORMALIZED_OVER_STEP:
         if penalties is not None:
             _take_penalties_to_go(own, penalties, config)
-        _normalize(own)
-    mean, variance = _moments(own)
+        normalize(own)
+    mean, variance = moments(own)
     metrics = {"advantage_mean": mean, "advantage_std": variance**0.5}
     if penalties is not None:
         tokens = max(1, sum(batch.tokens))
@@ -52,7 +54,8 @@ def assign_advantages(
     return metrics
 
 
-def _penalty(sample: TrainSample, config: TrainerConfig) -> torch.Tensor:
+def penalty(sample: TrainSample, config: TrainerConfig) -> torch.Tensor:
+    """kl_coef * k_t [T] of the old policy to the reference, float64."""
     old, ref = sample.logprobs["old"].double(), sample.logprobs["ref"].double()
     return config.kl_coef * kl_estimate(old, ref, config.kl_loss_type)
 
@@ -64,7 +67,7 @@ def _penalties(
     if config.kl_coef == 0:
         return None
     trained = [s for s in own if s.mask.any()]
-    return sample_sums(batch, trained, lambda sample: _penalty(sample, config))
+    return sample_sums(batch, trained, lambda sample: penalty(sample, config))
 
 
 def _take_penalties_to_go(
@@ -77,21 +80,21 @@ def _take_penalties_to_go(
     for sample in own:
         if not sample.mask.any():
             continue
-        here = masked(sample, lambda s: _penalty(s, config))
+        here = masked(sample, lambda s: penalty(s, config))
         to_go = here.flip(0).cumsum(0).flip(0) + later[sample.trajectory, sample.index]
         sample.advantages = (sample.advantages - to_go.float()).masked_fill(~sample.mask, 0.0)
 
 
-def _normalize(own: list[TrainSample]) -> None:
+def normalize(own: list[TrainSample]) -> None:
     """(A - mean) / sqrt(var + 1e-8) over all sampled tokens of the step, var unbiased."""
-    mean, variance = _moments(own)
+    mean, variance = moments(own)
     scale = (variance + VARIANCE_EPSILON) ** -0.5
     for sample in own:
         values = (sample.advantages.double() - mean) * scale
         sample.advantages = values.float().masked_fill(~sample.mask, 0.0)
 
 
-def _moments(own: list[TrainSample]) -> tuple[float, float]:
+def moments(own: list[TrainSample]) -> tuple[float, float]:
     """Mean and unbiased variance of the advantages over all sampled tokens of the step; the
     variance of a single token is 0. Collective."""
     values = [s.advantages[s.mask].double() for s in own]

@@ -22,6 +22,7 @@ from miles_core.modeling.hf_weights import HFReader, load_hf
 from miles_core.modeling.replicas import Replicas
 from miles_core.training.batch import load_rollout, make_sample
 from miles_core.training.config import TrainerConfig
+from miles_core.training.critic import Critic, start_critic
 from miles_core.training.dump import write_dump
 from miles_core.training.grpo import GrpoStep, plan_micro_batches
 from miles_core.training.guards import (
@@ -65,16 +66,20 @@ class TrainerWorker:
             config.expert_model_parallel_size,
         )
         self._policy: Policy | None = None
+        self._critic: Critic | None = None
         self._hf_files = Path()
         self.weights = WeightSender(config.update_weight_buffer_size)
 
-    def init(self, load: str, ref_load: str | None = None) -> dict[str, Any]:
+    def init(
+        self, load: str, ref_load: str | None = None, critic_load: str | None = None
+    ) -> dict[str, Any]:
         """Build model and optimizer and load a torch_dist directory.
 
         `load` is a converted model or an own checkpoint, `ref_load` a torch_dist directory of the
-        reference. Returns `iteration` (0: converted model) and `state`, what `miles_state.json`
-        of the checkpoint says, or None. Raises ValueError when the loss needs a reference and none
-        is given.
+        reference, `critic_load` one that a critic starts from (default: `load`); a critic goes on
+        from an own checkpoint that holds it. Returns `iteration` (0: converted model) and `state`,
+        what `miles_state.json` of the checkpoint says, or None. Raises ValueError when the loss
+        needs a reference and none is given.
         """
         if not dist_state.is_torch_dist(load):
             raise FileNotFoundError(
@@ -83,9 +88,11 @@ class TrainerWorker:
         if ref_load is None and self._config.needs_reference:
             raise ValueError("kl_loss_coef or kl_coef is above 0, so the trainer needs ref_load")
         policy = self._build(Path(load) / HF_DIR)
-        policy.load(load)
+        resumed = policy.load(load)
         if ref_load is not None and self._config.needs_reference:
             policy.load_reference(ref_load)
+        if self._critic is not None:
+            start_critic(self._critic, load, critic_load, resumed)
         state_file = Path(load) / STATE_FILE
         state = json.loads(state_file.read_text()) if state_file.is_file() else None
         return {"iteration": state["iteration"] if state else 0, "state": state}
@@ -95,6 +102,8 @@ class TrainerWorker:
         policy = self._build(Path(hf_dir))
         load_hf(policy.model, self._spec, HFReader(hf_dir))
         policy.optimizer.weights_were_replaced()
+        if self._critic is not None:
+            self._critic.start_from_hf(HFReader(hf_dir), self._spec)
 
     def _build(self, hf_files: Path) -> Policy:
         self._hf_files = hf_files
@@ -105,6 +114,8 @@ class TrainerWorker:
             raise ValueError(fault)
         self._policy = Policy(self._config, self._spec)
         self.weights.attach(self._policy.model, self._spec)
+        if self._config.advantage_estimator == "ppo":
+            self._critic = Critic(self._config, self._spec)
         return self._policy
 
     @property
@@ -126,13 +137,16 @@ class TrainerWorker:
             raise ValueError(f"{rollout_path} holds step {batch.step}, not {step}")
         check_tokens(batch.samples, self._spec.vocab_size)
         check_same_batch(batch, rollout_path)
-        replicas = Replicas(self.policy.model)
-        check_weights(replicas)
-        work = GrpoStep(self.policy, self._layout, batch)
+        trained = [self.policy] if self._critic is None else [self.policy, self._critic]
+        replicas = [Replicas(model.model) for model in trained]
+        for of_model in replicas:
+            check_weights(of_model)
+        work = GrpoStep(self.policy, self._layout, batch, self._critic)
         metrics: dict[str, Any] = work.run()
         if dump_dir is not None and self._layout.lead:
             write_dump(dump_dir, step, self._layout.rank, work.own_samples)
-        check_weights(replicas)
+        for of_model in replicas:
+            check_weights(of_model)
         check_metrics(metrics)
         seconds = torch.tensor(time.perf_counter() - started, device=parallel.device())
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
@@ -182,14 +196,15 @@ class TrainerWorker:
         return sample.logprobs.get("old", torch.zeros(len(tokens)))
 
     def save(self, directory: str) -> None:
-        """Write model, optimizer, its step count and the random states into `directory`.
+        """Write model, optimizer, its step count and the random states into `directory`, and a
+        critic with its own.
 
         The directory is one from `checkpoints.store.begin`; publishing it is the caller's part.
         """
         if self._layout.rank == 0:
             Path(directory).mkdir(parents=True, exist_ok=True)
         dist.barrier()
-        self.policy.save(directory)
+        self.policy.save(directory, None if self._critic is None else self._critic.state())
         if self._layout.rank == 0:
             self._copy_hf_files(Path(directory) / HF_DIR)
         dist.barrier()
@@ -221,5 +236,5 @@ class TrainerWorker:
     def close(self) -> None:
         """Leave the process groups."""
         self.weights.end()
-        self._policy = None
+        self._policy = self._critic = None
         parallel.stop()

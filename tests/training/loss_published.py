@@ -6,22 +6,26 @@ of its sampled tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
-from loss_table import Case, descend, token_values
+from loss_table import Case, descend, token_values, values_before
 
 from miles_core.training.config import TrainerConfig
 
 
 @dataclass
 class Outcome:
-    """Loss and gradient with respect to the logits of each optimizer step."""
+    """Loss and gradient of each optimizer step, with respect to the logits, and with a critic to
+    its values; returns and advantages of the tokens of each trajectory."""
 
     losses: list[float]
     gradients: list[torch.Tensor]
     advantages: list[torch.Tensor]
     importance: list[torch.Tensor]
+    value_losses: list[float] = field(default_factory=list)
+    value_gradients: list[torch.Tensor] = field(default_factory=list)
+    returns: list[torch.Tensor] = field(default_factory=list)
 
 
 def tokens_of(case: Case, logits: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,6 +83,69 @@ def advantages_of(
     return result
 
 
+def values_of(case: Case, values: torch.Tensor, number: int) -> torch.Tensor:
+    return torch.cat([values_before(values, s)[s["mask"]] for s in case.sequences[number]])
+
+
+def gae_of(
+    case: Case, config: TrainerConfig, old: list[torch.Tensor], ref: list[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Schulman et al. 2015, equations 12 and 16: A_t is the sum over l of (gamma lambda)^l times
+    delta_{t+l} = r_{t+l} + gamma V_{t+l+1} - V_{t+l}. Advantages and returns."""
+    advantages, returns = [], []
+    for i, reward in enumerate(case.rewards):
+        v = values_of(case, case.values, i).tolist()
+        r = (-config.kl_coef * kl(old[i], ref[i], config.kl_loss_type)).tolist()
+        if r:
+            r[-1] += reward
+        delta = [r[t] + config.gamma * (*v, 0.0)[t + 1] - v[t] for t in range(len(v))]
+        a = [
+            sum((config.gamma * config.lambd) ** (u - t) * delta[u] for u in range(t, len(v)))
+            for t in range(len(v))
+        ]
+        advantages.append(torch.tensor(a, dtype=torch.float64))
+        returns.append(advantages[-1] + torch.tensor(v, dtype=torch.float64))
+    if config.normalize_advantages:
+        flat = torch.cat(advantages)
+        advantages = [
+            (a - flat.mean()) / (flat.var(unbiased=True) + 1e-8).sqrt() for a in advantages
+        ]
+    return advantages, returns
+
+
+def train_critic(case: Case, config: TrainerConfig, outcome: Outcome) -> None:
+    """The squared error, and that of a value that moved at most `value_clip`: the larger one."""
+    values = case.values.clone().requires_grad_()
+    count = len(case.rewards)
+    for first in range(0, count, config.global_batch_size):
+        members = list(range(first, min(count, first + config.global_batch_size)))
+        lengths = [len(outcome.returns[i]) for i in members]
+        total = 0.0 * values.sum()
+        for i in members:
+            now, before = values_of(case, values, i), values_of(case, case.values, i)
+            near = torch.min(torch.max(now, before - config.value_clip), before + config.value_clip)
+            errors = torch.max((now - outcome.returns[i]) ** 2, (near - outcome.returns[i]) ** 2)
+            total = total + aggregated(config, errors, lengths)
+        gradient = torch.autograd.grad(total, values)[0]
+        outcome.value_losses.append(total.item())
+        outcome.value_gradients.append(gradient)
+        descend(values, gradient)
+
+
+def aggregated(
+    config: TrainerConfig, terms: torch.Tensor, lengths: list[int]
+) -> torch.Tensor | float:
+    """A trajectory's part of the loss; `lengths` are the sampled tokens of each trajectory."""
+    if not len(terms):
+        return 0.0
+    if config.loss_aggregation == "trajectory":
+        return terms.mean() / len(lengths)
+    if config.loss_aggregation == "token":
+        return terms.sum() / sum(lengths)
+    assert config.loss_constant_length is not None
+    return terms.sum() / config.loss_constant_length / len(lengths)
+
+
 def importance_of(config: TrainerConfig, old: torch.Tensor, rollout: torch.Tensor) -> torch.Tensor:
     if not config.use_tis:
         return torch.ones_like(old)
@@ -125,13 +192,7 @@ def loss_of(
                 ratio if config.use_unbiased_kl else 1.0
             )
         terms = terms - config.entropy_coef * entropy
-        if config.loss_aggregation == "trajectory":
-            total = total + terms.mean() / len(members)
-        elif config.loss_aggregation == "token":
-            total = total + terms.sum() / sum(lengths)
-        else:
-            assert config.loss_constant_length is not None
-            total = total + terms.sum() / config.loss_constant_length / len(members)
+        total = total + aggregated(config, terms, lengths)
     return total
 
 
@@ -142,10 +203,19 @@ def published_step(case: Case, config: TrainerConfig) -> Outcome:
     old = [tokens_of(case, logits, i)[0].detach() for i in range(count)]
     ref = [tokens_of(case, case.ref_logits, i)[0] for i in range(count)]
     rollout = [torch.cat([s["rollout"][s["mask"]] for s in t]) for t in case.sequences]
+    if config.use_rollout_logprobs:
+        old = rollout
     importance = [importance_of(config, o, r) for o, r in zip(old, rollout, strict=True)]
-    advantages = advantages_of(case, config, old, ref)
+    if config.advantage_estimator == "ppo":
+        advantages, returns = gae_of(case, config, old, ref)
+        outcome = Outcome([], [], advantages, importance, returns=returns)
+        train_critic(case, config, outcome)
+    else:
+        advantages = advantages_of(case, config, old, ref)
+        outcome = Outcome([], [], advantages, importance)
     data = {"old": old, "ref": ref, "advantages": advantages, "importance": importance}
-    outcome = Outcome([], [], advantages, importance)
+    if config.num_critic_only_steps > 0:
+        return outcome
     for first in range(0, count, config.global_batch_size):
         members = list(range(first, min(count, first + config.global_batch_size)))
         loss = loss_of(case, config, logits, members, data)

@@ -7,7 +7,7 @@ probabilities of the others. All numbers are float64.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from miles_core.modeling.parallel import Layout
 from miles_core.training.batch import Packed, RolloutBatch, TrainSample
 from miles_core.training.config import TrainerConfig
 from miles_core.training.grpo import GrpoStep
-from miles_core.training.policy import Update
+from miles_core.training.trained_model import Update
 
 VOCAB = 7
 ROWS = 30
@@ -28,7 +28,7 @@ LONGEST_STEP = 3.0
 class Case:
     """Sequences of each trajectory: tokens, mask, engine log-probabilities and rows of logits.
 
-    `groups` are sizes; `logits` and `ref_logits` [ROWS, VOCAB].
+    `groups` are sizes; `logits` and `ref_logits` [ROWS, VOCAB], `values` [ROWS] of a critic.
     """
 
     groups: list[int]
@@ -36,6 +36,7 @@ class Case:
     sequences: list[list[dict[str, torch.Tensor]]]
     logits: torch.Tensor
     ref_logits: torch.Tensor
+    values: torch.Tensor
 
 
 def make_case(seed: int, groups: tuple[int, ...] = (3, 2, 4), noise: float = 0.4) -> Case:
@@ -64,7 +65,8 @@ def make_case(seed: int, groups: tuple[int, ...] = (3, 2, 4), noise: float = 0.4
         sequence["rollout"] = (exact + off) * sequence["mask"]
     moved = 0.5 * torch.randn(ROWS, VOCAB, generator=dice, dtype=torch.float64)
     rewards = torch.rand(sum(groups), generator=dice, dtype=torch.float64).tolist()
-    return Case(list(groups), rewards, sequences, logits, logits + moved)
+    values = torch.rand(ROWS, generator=dice, dtype=torch.float64)
+    return Case(list(groups), rewards, sequences, logits, logits + moved, values)
 
 
 def token_values(
@@ -79,8 +81,13 @@ def token_values(
     return torch.cat([start, picked]), torch.cat([start, entropy])
 
 
+def values_before(values: torch.Tensor, sequence: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The critic's value before each token of a sequence, [T]: that of row t - 1."""
+    return torch.cat([torch.zeros(1, dtype=torch.float64), values[sequence["rows"][:-1]]])
+
+
 def descend(logits: torch.Tensor, gradient: torch.Tensor) -> None:
-    """A gradient step on the logits in place, of bounded length, so that no loss diverges."""
+    """A gradient step on a table in place, of bounded length, so that no loss diverges."""
     with torch.no_grad():
         logits -= gradient * min(LR, LONGEST_STEP / max(gradient.norm().item(), 1e-9))
 
@@ -96,7 +103,7 @@ def split(case: Case, cut: int = 2) -> Case:
             head = {name: value[:cut] for name, value in whole.items()}
             parts += [head, {**whole, "mask": late, "rollout": whole["rollout"] * late}]
         pieces.append(parts)
-    return Case(case.groups, case.rewards, pieces, case.logits, case.ref_logits)
+    return replace(case, sequences=pieces)
 
 
 class TablePolicy:
@@ -145,6 +152,7 @@ class TablePolicy:
                 packed.entropy = torch.cat(
                     [e[s.mask] for (_, e), s in zip(parts, samples, strict=True)]
                 )
+            packed.keep("current", log_probs)
             share, own = loss(log_probs, packed)
             gradient += torch.autograd.grad(share, self.logits)[0]
             for name, value in own.items():
@@ -155,8 +163,40 @@ class TablePolicy:
         return Update(sums, gradient.norm().item(), LR)
 
 
+class TableCritic:
+    """What `GrpoStep` needs of a critic; plain gradient steps on a table of values."""
+
+    def __init__(self, case: Case, config: TrainerConfig) -> None:
+        self.config = config
+        self.values = case.values.clone().requires_grad_()
+        self.gradients: list[torch.Tensor] = []
+        self.losses: list[float] = []
+        self._case = case
+
+    def _of(self, sample: TrainSample) -> torch.Tensor:
+        return values_before(self.values, self._case.sequences[sample.trajectory][sample.index])
+
+    def record(self, micro_batches: list[list[TrainSample]]) -> None:
+        for sample in (s for mb in micro_batches for s in mb):
+            sample.values = self._of(sample).detach() * sample.mask
+
+    def update(self, micro_batches: list[list[TrainSample]], loss: Any, names: Any) -> Update:
+        sums = dict.fromkeys(names, 0.0)
+        gradient = torch.zeros_like(self.values)
+        for samples in filter(None, micro_batches):
+            packed = Packed(samples, torch.device("cpu"))
+            share, own = loss(torch.cat([self._of(s)[s.mask] for s in samples]), packed)
+            gradient += torch.autograd.grad(share, self.values)[0]
+            for name, value in own.items():
+                sums[name] += float(value)
+        self.gradients.append(gradient)
+        self.losses.append(sums["loss"])
+        descend(self.values, gradient)
+        return Update(sums, gradient.norm().item(), LR)
+
+
 def run_step(
-    case: Case, config: TrainerConfig, layout: Layout
+    case: Case, config: TrainerConfig, layout: Layout, critic: TableCritic | None = None
 ) -> tuple[TablePolicy, dict[str, Any], GrpoStep]:
     """One step of the trainer over a case, on one rank."""
     bounds = [sum(case.groups[:i]) for i in range(len(case.groups) + 1)]
@@ -181,5 +221,5 @@ def run_step(
         [range(a, b) for a, b in zip(bounds, bounds[1:], strict=False)],
     )
     policy = TablePolicy(case, config)
-    step = GrpoStep(policy, layout, batch)  # type: ignore[arg-type]
+    step = GrpoStep(policy, layout, batch, critic)  # type: ignore[arg-type]
     return policy, step.run(), step

@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from loss_published import published_step
-from loss_table import make_case, run_step, split
+from loss_table import TableCritic, make_case, run_step, split
 
 from miles_core.modeling import parallel
 from miles_core.training.config import TrainerConfig
@@ -81,6 +81,42 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "tis_clip_low": 0.8,
     },
     "icepop": {"use_tis": True, "tis_mode": "icepop", "tis_clip": 1.3, "tis_clip_low": 0.8},
+    "ppo": {"advantage_estimator": "ppo"},
+    "ppo with gae": {"advantage_estimator": "ppo", "gamma": 0.97, "lambd": 0.9},
+    "ppo as it is": {"advantage_estimator": "ppo", "lambd": 0.5, "normalize_advantages": False},
+    "ppo, one step ahead": {"advantage_estimator": "ppo", "gamma": 0.9, "lambd": 0.0},
+    "ppo with kl in the reward": {
+        "advantage_estimator": "ppo",
+        "lambd": 0.95,
+        "kl_coef": 0.2,
+        "kl_loss_type": "k1",
+        "value_clip": 0.05,
+    },
+    "ppo per token": {
+        "advantage_estimator": "ppo",
+        "lambd": 0.8,
+        "value_clip": 0.02,
+        "loss_aggregation": "token",
+        "kl_loss_coef": 0.1,
+    },
+    "ppo, constant": {
+        "advantage_estimator": "ppo",
+        "loss_aggregation": "constant",
+        "loss_constant_length": 11,
+        "eps_clip_c": 1.5,
+    },
+    "ppo with the engine's log-probabilities": {
+        "advantage_estimator": "ppo",
+        "use_rollout_logprobs": True,
+        "lambd": 0.95,
+        "kl_coef": 0.1,
+    },
+    "grpo with the engine's log-probabilities": {"use_rollout_logprobs": True},
+    "gspo with the engine's log-probabilities": {
+        "advantage_estimator": "gspo",
+        "use_rollout_logprobs": True,
+        "eps_clip": 0.03,
+    },
     "gspo with mis, kl and entropy": {
         "advantage_estimator": "gspo",
         "use_tis": True,
@@ -104,9 +140,16 @@ def layout() -> Iterator[parallel.Layout]:
 
 
 def assert_equals_published(case: Any, config: TrainerConfig, layout: Any, published: Any) -> None:
-    policy, _, step = run_step(case, config, layout)
-    assert policy.losses == pytest.approx(published.losses, rel=1e-6, abs=1e-6)
-    for got, want in zip(policy.gradients, published.gradients, strict=True):
+    critic = TableCritic(case, config) if config.advantage_estimator == "ppo" else None
+    policy, _, step = run_step(case, config, layout, critic)
+    assert_same(policy, published.losses, published.gradients)
+    if critic is not None:
+        assert_same(critic, published.value_losses, published.value_gradients)
+
+
+def assert_same(table: Any, losses: list[float], gradients: list[torch.Tensor]) -> None:
+    assert table.losses == pytest.approx(losses, rel=1e-6, abs=1e-6)
+    for got, want in zip(table.gradients, gradients, strict=True):
         assert torch.allclose(got, want, rtol=1e-6, atol=1e-7), (got - want).abs().max()
 
 
