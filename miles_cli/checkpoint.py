@@ -61,6 +61,11 @@ def register(subparsers: Any) -> None:
         choices=("float32", "bfloat16", "float16"),
         help="of the written weights; default: as they are stored",
     )
+    export.add_argument(
+        "--adapter",
+        action="store_true",
+        help="write the adapters of a checkpoint for PEFT, instead of merging them into the model",
+    )
     export.set_defaults(run=_export)
     verify = commands.add_parser(
         "verify",
@@ -71,6 +76,13 @@ def register(subparsers: Any) -> None:
     verify.add_argument("source", type=Path, metavar="DIR", help="checkpoint, or folder of them")
     verify.add_argument("--hf", type=Path, metavar="HF_DIR", help="compare tensors and logits")
     verify.set_defaults(run=_verify)
+    for command in (export, verify):
+        command.add_argument(
+            "--base",
+            type=Path,
+            metavar="DIR",
+            help="converted model under the adapters of a checkpoint, if it was moved",
+        )
     inspect = commands.add_parser(
         "inspect", help="show what a checkpoint holds", description="Show what a checkpoint holds."
     )
@@ -166,9 +178,15 @@ def _convert(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     from miles_core.checkpoints.contents import checkpoint_of
     from miles_core.checkpoints.export import export_to_hf
+    from miles_core.checkpoints.stored_adapters import export_adapter
 
     source = checkpoint_of(args.source)
-    files = export_to_hf(source, args.out, shard_bytes=args.max_shard_size, dtype=args.dtype)
+    if args.adapter:
+        files = export_adapter(source, args.out, args.dtype)
+    else:
+        files = export_to_hf(
+            source, args.out, shard_bytes=args.max_shard_size, dtype=args.dtype, base=args.base
+        )
     if args.json:
         print_json({"source": str(source), "path": str(args.out), "files": files})
     else:
@@ -181,7 +199,7 @@ def _verify(args: argparse.Namespace) -> int:
     from miles_core.checkpoints.contents import checkpoints_of
     from miles_core.checkpoints.verify import verify
 
-    results = [verify(path, args.hf) for path in checkpoints_of(args.source)]
+    results = [verify(path, args.hf, args.base) for path in checkpoints_of(args.source)]
     if args.json:
         print_json([asdict(result) for result in results])
     else:
@@ -201,7 +219,15 @@ def _inspect(args: argparse.Namespace) -> int:
         print_json(asdict(held))
         return 0
     print(f"{held.path}: {held.kind} of a {held.model_type or 'model of unknown type'}")
-    for name in ("iteration", "weight_version", "steps", "ranks", "cursor", "fingerprint"):
+    for name in (
+        "iteration",
+        "weight_version",
+        "steps",
+        "ranks",
+        "cursor",
+        "fingerprint",
+        "adapters",
+    ):
         value = getattr(held, name)
         if value is not None:
             print(f"  {name.replace('_', ' '):<15} {value}")

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from miles_core.checkpoints import manifest, store
-from miles_core.checkpoints.layout import HF_DIR, STATE_FILE
+from miles_core.checkpoints.layout import HF_DIR, LORA_FILE, STATE_FILE
 
-SECTIONS = ("model", "optimizer", "critic", "critic.optimizer", "random", "objects")
+SECTIONS = ("model", "adapters", "optimizer", "critic", "critic.optimizer", "random", "objects")
+_STARTS = {"base_model": "adapters"}
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Contents:
-    """A torch_dist directory. `steps` optimizer steps by `ranks` ranks, None for a conversion."""
+    """A torch_dist directory. `steps` optimizer steps by `ranks` ranks, None for a conversion.
+    `adapters`: rank, alpha, layers, and the model under them, if it holds adapters alone."""
 
     path: str
     kind: str
@@ -51,6 +53,7 @@ class Contents:
     ranks: int | None
     cursor: dict[str, Any] | None
     fingerprint: str | None
+    adapters: dict[str, Any] | None
     files: dict[str, int]
     sections: list[Section]
     tensors: list[Tensor]
@@ -78,8 +81,10 @@ def checkpoints_of(path: Path) -> list[Path]:
 
 
 def _section(key: str) -> str:
-    prefixes = ("optimizer", "critic.optimizer", "critic", "random")
-    return next((name for name in prefixes if key.startswith(f"{name}.")), "model")
+    for name in ("optimizer", "critic.optimizer", "critic", "random", "base_model"):
+        if key.startswith(f"{name}."):
+            return _STARTS.get(name, name)
+    return "model"
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -123,6 +128,7 @@ def contents(directory: Path) -> Contents:
         ranks=layout.get("ranks"),
         cursor=state.get("cursor"),
         fingerprint=about.get("fingerprint"),
+        adapters=_json(directory / LORA_FILE) or None,
         files={name: entry["size"] for name, entry in about.get("files", {}).items()},
         sections=sections,
         tensors=tensors,

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
-import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from miles_core.checkpoints import manifest
+from miles_core.checkpoints import adapters, manifest
 from miles_core.checkpoints.layout import HF_DIR, copy_hf_files
+from miles_core.checkpoints.stored_adapters import StoredAdapters
 
 if TYPE_CHECKING:
     import torch
@@ -63,43 +61,43 @@ def export_to_hf(
     *,
     shard_bytes: int = SHARD_BYTES,
     dtype: str | None = None,
+    base: str | Path | None = None,
 ) -> list[str]:
     """Write a torch_dist directory (converted or an own checkpoint) as a Hugging Face directory.
 
     Weight by weight, so that memory for the largest one is enough. Files have at most
     `shard_bytes` of tensors (a larger tensor has a file of its own); with several there is an
-    index. `dtype` converts, default is the stored one. Returns the names of the files.
+    index. `dtype` converts, default is the stored one. Adapters are merged into the converted model
+    they belong to; `base` says where that is, if it was moved. Returns the names of the files.
     Raises FileNotFoundError, FileExistsError when `out_dir` exists and is not empty, and
     ValueError for a damaged directory or an unknown dtype.
     """
     source, out = Path(torch_dist_dir), Path(out_dir)
     if not (source / "metadata.json").is_file():
         raise FileNotFoundError(f"{source} is not a torch_dist directory")
-    if out.exists() and any(out.iterdir()):
-        raise FileExistsError(f"{out} exists and is not empty")
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     problem = manifest.verify(source) if manifest.read(source) is not None else None
     if problem is not None:
         raise ValueError(f"{source}: {problem}")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f".tmp-{out.name}-{uuid.uuid4().hex[:8]}")
-    try:
-        copy_hf_files(source / HF_DIR, temporary)
-        files = _Export(source, dtype).write(temporary, shard_bytes)
-        for path in temporary.iterdir():
-            manifest.sync(path)
-        manifest.sync(temporary)
-        os.replace(temporary, out)
-        manifest.sync(out.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    return files
+    with manifest.new_directory(out) as directory:
+        copy_hf_files(source / HF_DIR, directory)
+        return _Export(source, dtype, base).write(directory, shard_bytes)
+
+
+def _converted_base(source: Path, given: str | Path | None) -> Path:
+    """The converted model under the adapters of a checkpoint."""
+    base = adapters.find_base(source, given)
+    if not (base / "metadata.json").is_file():
+        raise ValueError(f"{base} is not a converted model; convert it, and say where that is")
+    problem = manifest.verify(base)
+    if problem is not None:
+        raise ValueError(f"{base}: {problem}")
+    return base
 
 
 class _Export:
-    def __init__(self, source: Path, dtype: str | None) -> None:
+    def __init__(self, source: Path, dtype: str | None, base: str | Path | None) -> None:
         import torch
 
         from miles_core.modeling.families import weights
@@ -110,7 +108,9 @@ class _Export:
         spec = read_spec(source / HF_DIR)
         self._weights = list(weights(spec))
         self._map = shard_map(spec)
-        self._reader = ShardReader(source)
+        about = adapters.read(source)
+        self._adapters = None if about is None else StoredAdapters(source, about)
+        self._reader = ShardReader(source if about is None else _converted_base(source, base))
         self._dtype: torch.dtype | None = None if dtype is None else getattr(torch, dtype)
 
     def write(self, directory: Path, shard_bytes: int) -> list[str]:
@@ -163,7 +163,11 @@ class _Export:
         for weight in shard.weights:
             name = weight.ours
             value = self._reader.parameter(self._map.pieces[name], self._map.shapes[name])
-            for part in weight.cut.whole([value if self._dtype is None else value.to(self._dtype)]):
+            for theirs, part in zip(weight.theirs, weight.cut.whole([value]), strict=True):
+                if self._adapters is not None:
+                    part = self._adapters.merged(theirs, part)
+                if self._dtype is not None:
+                    part = part.to(self._dtype)
                 yield memoryview(part.contiguous().flatten().view(torch.uint8).numpy())
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 HF_DIR = "hf"
 STATE_FILE = "miles_state.json"
+LORA_FILE = "LORA.json"
 MANIFEST_FILE = "MANIFEST.json"
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 

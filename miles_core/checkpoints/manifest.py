@@ -7,7 +7,9 @@ import json
 import os
 import shutil
 import uuid
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +123,28 @@ def _fault(path: Path | None, entry: dict[str, Any]) -> str | None:
         return None if digest(path) == entry["sha256"] else "was changed"
     except OSError as error:
         return f"cannot be read: {error.strerror}"
+
+
+@contextmanager
+def new_directory(out: Path) -> Iterator[Path]:
+    """A directory to fill, which gets the name `out` durably when the block ends without an error.
+
+    Raises FileExistsError when `out` exists and is not empty.
+    """
+    if out.exists() and any(out.iterdir()):
+        raise FileExistsError(f"{out} exists and is not empty")
+    temporary = out.with_name(f".tmp-{out.name}-{uuid.uuid4().hex[:8]}")
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        for path in temporary.iterdir():
+            sync(path)
+        sync(temporary)
+        os.replace(temporary, out)
+        sync(out.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 def put_in_place(temporary: Path, target: Path) -> None:

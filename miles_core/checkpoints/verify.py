@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from miles_core.checkpoints import store
+from miles_core.checkpoints import adapters, store
 from miles_core.checkpoints.compare import (
     ConversionError,
     differing_tensors,
@@ -37,9 +37,11 @@ class Verification:
         return all(check.problem is None for check in self.checks)
 
 
-def verify(directory: Path, hf_dir: Path | None = None) -> Verification:
+def verify(directory: Path, hf_dir: Path | None = None, base: Path | None = None) -> Verification:
     """Check files and index; with `hf_dir` every tensor bit for bit, and the logits where two
-    float32 models fit into memory. Later checks are left out once one has failed.
+    float32 models fit into memory. Of adapters it is checked that the model under them is there
+    (`base`: where, if it was moved) and, with `hf_dir`, that it is that one. Later checks are left
+    out once one has failed.
 
     The comparison joins a process group of its own.
     """
@@ -51,11 +53,23 @@ def verify(directory: Path, hf_dir: Path | None = None) -> Verification:
             checks.append(Checked("index", index_problem(directory)))
         except (ValueError, OSError) as error:
             checks.append(Checked("index", str(error)))
-    if checks[-1].problem is None and hf_dir is not None:
+    if checks[-1].problem is None and adapters.read(directory) is not None:
+        checks.append(_base(directory, base, hf_dir))
+    elif checks[-1].problem is None and hf_dir is not None:
         checks.append(_tensors(directory, hf_dir))
         if checks[-1].problem is None:
             checks.append(_logits(directory, hf_dir))
     return Verification(str(directory), checks)
+
+
+def _base(directory: Path, base: Path | None, hf_dir: Path | None) -> Checked:
+    try:
+        found = adapters.find_base(directory, base)
+        if hf_dir is not None:
+            adapters.find_base(directory, hf_dir)
+    except (ValueError, OSError) as error:
+        return Checked("base", str(error))
+    return Checked("base", None, f"is {found}")
 
 
 def _tensors(directory: Path, hf_dir: Path) -> Checked:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from miles_core.config.algorithm_checks import WITHOUT_GROUPS, algorithm_errors
 from miles_core.config.layout import layout_error, tokens_needed
+from miles_core.config.lora import lora_errors
 
 if TYPE_CHECKING:
     from miles_core.config.schema import MilesConfig
@@ -66,6 +67,7 @@ def cross_field_errors(config: MilesConfig) -> list[str]:
     if fault is not None:
         errors.append(f"training.num_trainer_ranks: {fault}")
     errors += _critic_errors(config)
+    errors += lora_errors(config)
     return errors + algorithm_errors(training, rollout.n_samples_per_prompt)
 
 

@@ -259,6 +259,19 @@ class TrainingConfig(Section):
         description="Of models with experts: send tokens, in that pass too, to the experts of "
         "the engine",
     )
+    lora_rank: int | None = Field(
+        None, ge=1, description="Train low-rank adapters of this rank and leave the model frozen"
+    )
+    lora_alpha: float | None = Field(
+        None,
+        gt=0,
+        description="The adapters' output is multiplied by lora_alpha / lora_rank; default: twice "
+        "the rank",
+    )
+    target_modules: list[str] = Field(
+        default_factory=list,
+        description="Layers with an adapter, such as q_proj or gate_proj; default: all-linear",
+    )
     max_tokens_per_gpu: int = Field(16384, ge=8, description="Tokens of one packed micro-batch")
     num_trainer_ranks: int = Field(1, ge=1, description="Trainer processes")
     micro_batch_size: int | None = Field(

@@ -82,10 +82,11 @@ def save(
 ) -> None:
     """Write the model and, when given, the optimizer and every rank's random state. Collective.
 
+    Of a model with adapters these alone are written, not what is frozen.
     `extra` holds plain values, equal on all ranks, `more` further entries from `named_state`.
     `directory` must exist and be empty.
     """
-    model_state = model.sharded_state_dict()
+    model_state = _trained(model)
     state: dict[str, Any] = {"model": model_state, "extra": extra or {}, **(more or {})}
     if optimizer is not None:
         state["optimizer"] = optimizer.sharded_state(model_state, loading=False)
@@ -133,21 +134,34 @@ def load_named(
     return extra
 
 
+def _trained(model: PolicyModel) -> dict[str, Any]:
+    """What a checkpoint holds of a model: its adapters if it has some, else all of it."""
+    return model.sharded_state_dict() if model.lora is None else model.lora.sharded_state()
+
+
+def load_base(directory: str | Path, model: PolicyModel) -> None:
+    """Load a converted model; adapters are left as they are. Collective."""
+    wanted = {"model": model.sharded_state_dict()}
+    state = dist_checkpointing.load(wanted, str(directory), validate_access_integrity=False)
+    model.take(state["model"])
+
+
 def load(
     directory: str | Path,
     model: PolicyModel,
     optimizer: Optimizer | None = None,
     leave_out: str | None = None,
 ) -> dict[str, Any] | None:
-    """Load the model; the optimizer and the random state too when both sides have one. Collective.
+    """Load what `save` wrote: the model, or its adapters; the optimizer and the random state too
+    when both sides have one. Collective.
 
     The parameter called `leave_out` stays as it is. Returns `extra` of a checkpoint that was saved
     with an optimizer, else None. The random state is restored only into the same number of ranks.
     """
     common = dist_checkpointing.load_common_state_dict(str(directory))
     layout = common.get("layout")
-    model_state = model.sharded_state_dict()
-    kept = model_state.pop(leave_out, None)
+    model_state = _trained(model)
+    kept = model_state.pop(leave_out, None) if leave_out else None
     wanted: dict[str, Any] = {"model": model_state}
     if optimizer is not None and layout is not None:
         wanted["optimizer"] = optimizer.sharded_state(model_state, loading=True)
@@ -156,7 +170,7 @@ def load(
     state = dist_checkpointing.load(wanted, str(directory), validate_access_integrity=False)
     if kept is not None:
         state["model"][leave_out] = kept.data
-    model.load_state_dict(state["model"])
+    (model if model.lora is None else model.lora).take(state["model"])
     if optimizer is None:
         return common["extra"] if layout is not None else None
     if layout is None:

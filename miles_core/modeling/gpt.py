@@ -21,6 +21,7 @@ from miles_core.modeling import parallel
 from miles_core.modeling.cut import Cut
 from miles_core.modeling.hf_config import ModelSpec
 from miles_core.modeling.log_probs import Head
+from miles_core.modeling.lora import ADAPTER, Lora
 from miles_core.modeling.megatron_fixes import complete_latent
 from miles_core.modeling.model_config import layer_spec, transformer_config
 from miles_core.modeling.norm import RMSNorm
@@ -32,6 +33,7 @@ class PolicyModel(GPTModel):
     """A GPTModel that gives hidden states, and logits of those alone that are asked for.
 
     `first_layer` and `first_expert`: the number in the whole model of this rank's first one.
+    `lora`: its adapters, once `lora.attach` gave it some; all else is frozen then.
     """
 
     def __init__(self, spec: ModelSpec, config: TransformerConfig) -> None:
@@ -64,6 +66,7 @@ class PolicyModel(GPTModel):
             for layer in self.decoder.layers:
                 complete_latent(layer.self_attention)
         self._rows: torch.Tensor | None = None
+        self.lora: Lora | None = None
 
     def _postprocess(self, hidden_states: torch.Tensor, **rest: Any) -> torch.Tensor:
         """For `part` in place of megatron's, which computes the logits of all tokens at once."""
@@ -87,11 +90,25 @@ class PolicyModel(GPTModel):
         return _PLACE.sub(lambda m: f"{m[1]}.{int(m[2]) + first[m[1]]}.", name)
 
     def stored_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and values of what a checkpoint holds: parameters and the routers' biases."""
-        yield from self.named_parameters()
+        """Names and values of the model: parameters and the routers' biases, without adapters."""
+        for name, parameter in self.named_parameters():
+            if ADAPTER not in name:
+                yield name, parameter
         for name, buffer in self.named_buffers():
             if name.endswith(".expert_bias"):
                 yield name, buffer
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """megatron's, of the model without its adapters."""
+        state = super().sharded_state_dict(*args, **kwargs)
+        return {name: value for name, value in state.items() if ADAPTER not in name}
+
+    def take(self, state: dict[str, Any]) -> None:
+        """Take over what `sharded_state_dict` was filled with."""
+        missing, unknown = self.load_state_dict(state, strict=False)
+        missing = [name for name in missing if ADAPTER not in name]
+        if missing or unknown:
+            raise ValueError(f"the model lacks values for {missing}, and has no {unknown}")
 
     def keep_router_biases(self) -> None:
         """Routers' biases stay float32 whatever the model was cast to."""

@@ -40,7 +40,8 @@ class HFReader:
 
 
 def own_tensors(model: PolicyModel) -> dict[str, torch.Tensor]:
-    """Parameters and router biases of this rank under their names in the whole model."""
+    """Parameters and router biases of this rank under their names in the whole model, without
+    adapters."""
     return {model.global_name(name): tensor for name, tensor in model.stored_tensors()}
 
 

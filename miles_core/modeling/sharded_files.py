@@ -255,6 +255,13 @@ class ShardReader:
         if filled != target.numel():
             raise ValueError(f"{self._directory} holds only a part of {piece.key}")
 
+    def tensor(self, key: str) -> torch.Tensor:
+        """A stored tensor as a whole, in the stored dtype."""
+        shape = tuple(self._entry(key).size)
+        strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+        piece = Piece(key, shape, (0,) * len(shape), shape, shape, strides, 0)
+        return self.parameter([piece], shape)
+
     def parameter(self, pieces: list[Piece], shape: tuple[int, ...]) -> torch.Tensor:
         """A whole parameter, put together from its pieces, in the stored dtype."""
         value = torch.empty(shape, dtype=self.dtype(pieces[0].key))

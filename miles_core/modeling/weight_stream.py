@@ -58,7 +58,8 @@ class WeightStream:
     Every rank must make it, with equal arguments, and then call `collect` for the same buckets in
     the same order. A weight whose tensors are larger than `bucket_size` has a bucket of its own.
     `dtype` converts parameters (never the routers' float32 biases); default: as they are.
-    `only` leaves out all weights but these, by their names in the whole model.
+    `only` leaves out all weights but these, by their names in the whole model. Adapters are merged
+    into their weights.
 
     Rank 0 holds one bucket and the weight that is just being put together; the other ranks send
     their shards to it one at a time, and hold no more than one of them.
@@ -73,6 +74,7 @@ class WeightStream:
         only: Collection[str] | None = None,
     ) -> None:
         self._own = own_tensors(model)
+        self._lora = model.lora
         self._rank = dist.get_rank()
         sources = _sources(spec, self._own)
         self._buckets: list[list[_Planned]] = [[]]
@@ -139,7 +141,10 @@ class WeightStream:
         return weight.cut.whole(shards)
 
     def _shard(self, planned: _Planned) -> torch.Tensor:
-        return self._own[planned.weight.ours].detach().to(planned.dtype).contiguous()
+        value = self._own[planned.weight.ours].detach()
+        if self._lora is not None:
+            value = self._lora.merged(planned.weight.ours, value)
+        return value.to(planned.dtype).contiguous()
 
 
 def end_of(bucket: list[Entry]) -> int:

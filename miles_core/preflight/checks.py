@@ -23,6 +23,7 @@ from miles_core.agent_server.client import (
 from miles_core.agent_server.protocol import Health
 from miles_core.config.keys import nearest
 from miles_core.config.layout import layout_error, read_model_shape
+from miles_core.config.lora import module_fault, possible_modules
 from miles_core.config.schema import MilesConfig
 from miles_core.errors import UserError
 from miles_core.preflight.model_files import model_faults
@@ -104,6 +105,7 @@ def check_paths(config: MilesConfig) -> list[Problem]:
             problems += [] if faults else _layout_problems(config, model.hf_checkpoint)
             dense = None if faults else dense_model_fault(config, model.hf_checkpoint)
             problems += [] if dense is None else [Problem(*dense)]
+            problems += [] if faults else _adapter_problems(config, model.hf_checkpoint)
     elif model.model_recipe is not None:
         fix = "set --model-recipe to a TOML recipe, or --hf-checkpoint to a model"
         problems += _need(model.model_recipe, "model.model_recipe", fix, kind="file")
@@ -128,6 +130,13 @@ def _layout_problems(config: MilesConfig, directory: Path) -> list[Problem]:
     fault = layout_error(training.num_trainer_ranks, training, read_model_shape(directory))
     fix = "set the sizes of a possible layout, or another --num-trainer-ranks"
     return [] if fault is None else [Problem("training.num_trainer_ranks", fault, fix)]
+
+
+def _adapter_problems(config: MilesConfig, directory: Path) -> list[Problem]:
+    """Whether the model has the layers that are to get an adapter."""
+    fault = module_fault(config.training.target_modules, possible_modules(directory))
+    fix = "set --target-modules to layers of the model, or leave it out"
+    return [] if fault is None else [Problem("training.target_modules", fault, fix)]
 
 
 def check_programs(config: MilesConfig) -> list[Problem]:

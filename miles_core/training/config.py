@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from miles_core.config.lora import LoraSettings, lora_settings
 from miles_core.config.schema import TrainingConfig
 
 
@@ -54,6 +55,9 @@ class TrainerConfig:
     tis_clip_low: float = 0.0
     use_routing_replay: bool = False
     use_rollout_routing_replay: bool = False
+    lora_rank: int | None = None
+    lora_alpha: float | None = None
+    target_modules: tuple[str, ...] = ()
     max_tokens_per_gpu: int = 16384
     micro_batch_size: int | None = None
     packing: bool = True
@@ -78,10 +82,16 @@ class TrainerConfig:
         """Whether tokens of the policy are sent to experts that were recorded before."""
         return self.use_routing_replay or self.use_rollout_routing_replay
 
+    @property
+    def lora(self) -> LoraSettings | None:
+        """The adapters that are trained, or None when all weights are."""
+        return lora_settings(self.lora_rank, self.lora_alpha, self.target_modules, self.seed)
+
 
 def trainer_config(training: TrainingConfig, seed: int, temperature: float) -> TrainerConfig:
     """The trainer's configuration from the sections of a run's."""
     values = training.model_dump(exclude={"num_trainer_ranks", "trainer_threads", "train_dtype"})
+    values["target_modules"] = tuple(training.target_modules)
     return TrainerConfig(
         seed=seed,
         temperature=temperature,

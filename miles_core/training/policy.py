@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from miles_core.modeling import dist_state, schedule
+from miles_core.modeling import dist_state, lora, schedule
 from miles_core.modeling.cut import Cut
 from miles_core.modeling.gpt import build_model
 from miles_core.modeling.hf_config import ModelSpec
+from miles_core.modeling.hf_weights import HFReader, load_hf
 from miles_core.modeling.log_probs import Head, log_probs_and_entropy, token_log_probs
 from miles_core.modeling.optim import AdamSettings
 from miles_core.modeling.routing import RoutedPass
@@ -21,7 +23,8 @@ from miles_core.training.trained_model import MicroBatches, TrainedModel, packed
 
 
 class Policy(TrainedModel):
-    """Model, optimizer and, when given, a second set of weights as the reference."""
+    """Model, optimizer and, when given, a second set of weights as the reference. A model with
+    adapters is its own reference, without them."""
 
     def __init__(self, config: TrainerConfig, spec: ModelSpec) -> None:
         dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
@@ -32,6 +35,8 @@ class Policy(TrainedModel):
             config.sequence_parallel,
             config.recompute,
         )
+        if config.lora is not None:
+            lora.attach(model, spec, config.lora)
         settings = AdamSettings(
             lr=config.lr,
             warmup_steps=config.lr_warmup_steps,
@@ -42,11 +47,14 @@ class Policy(TrainedModel):
         )
         super().__init__(config, model, settings)
         self.routing = RoutingReplay(config, spec, self.model) if config.replays_routing else None
+        self._spec = spec
+        self.base: str | Path | None = None
         self._reference: list[torch.Tensor] | None = None
 
     @property
     def has_reference(self) -> bool:
-        return self._reference is not None
+        frozen = self.model.lora is not None and self.config.needs_reference
+        return frozen or self._reference is not None
 
     def load_reference(self, directory: str) -> None:
         """Read the reference's weights; the policy's own are left as they are. Collective."""
@@ -65,6 +73,10 @@ class Policy(TrainedModel):
 
     @contextmanager
     def _as_reference(self) -> Any:
+        if self.model.lora is not None:
+            with self.model.lora.off():
+                yield
+            return
         assert self._reference is not None
         own = self._weights()
         self._set_weights(self._reference)
@@ -132,6 +144,15 @@ class Policy(TrainedModel):
         if sample.values is not None:
             inputs["values of the critic"] = sample.values
         return inputs
+
+    def load_base(self, directory: str | Path) -> None:
+        """Weights alone, from a converted model or a Hugging Face directory, which is remembered
+        as the `base` of adapters. Collective."""
+        self.base = directory
+        if dist_state.is_torch_dist(directory):
+            dist_state.load_base(directory, self.model)
+        else:
+            load_hf(self.model, self._spec, HFReader(directory))
 
     def load(self, directory: str) -> bool:
         """Weights, and from an own checkpoint everything else that the next update depends on;

@@ -122,6 +122,8 @@ def _digests(tensors: list[NamedTensor]) -> dict[str, str]:
 
 def _changing(model: PolicyModel) -> set[str]:
     """Weights that training may change, by their names in the whole model. Collective."""
+    if model.lora is not None:
+        return model.lora.changed_weights()
     mine = {
         model.global_name(name)
         for name, tensor in model.stored_tensors()

@@ -13,13 +13,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from miles_core.checkpoints import adapters
 from miles_core.checkpoints.layout import HF_DIR, STATE_FILE, copy_hf_files
 from miles_core.config.layout import layout_error, read_model_shape
 from miles_core.modeling import dist_state, parallel
 from miles_core.modeling.hf_config import read_spec
 from miles_core.modeling.hf_files import write_hf
-from miles_core.modeling.hf_weights import HFReader, load_hf
+from miles_core.modeling.hf_weights import HFReader
 from miles_core.modeling.replicas import Replicas
+from miles_core.training.adapters import describe_adapters, load_with_adapters
 from miles_core.training.batch import load_rollout, make_sample
 from miles_core.training.config import TrainerConfig
 from miles_core.training.critic import Critic, start_critic
@@ -79,28 +81,39 @@ class TrainerWorker:
         reference, `critic_load` one that a critic starts from (default: `load`); a critic goes on
         from an own checkpoint that holds it. Returns `iteration` (0: converted model) and `state`,
         what `miles_state.json` of the checkpoint says, or None. Raises ValueError when the loss
-        needs a reference and none is given.
+        needs a reference and none is given. With adapters the reference is the model under them, so
+        `ref_load` says where that is: default, `load` or what the checkpoint names.
         """
         if not dist_state.is_torch_dist(load):
             raise FileNotFoundError(
                 f"{load} is not a torch_dist directory; convert the model first"
             )
-        if ref_load is None and self._config.needs_reference:
-            raise ValueError("kl_loss_coef or kl_coef is above 0, so the trainer needs ref_load")
-        policy = self._build(Path(load) / HF_DIR)
-        resumed = policy.load(load)
-        if ref_load is not None and self._config.needs_reference:
-            policy.load_reference(ref_load)
+        if self._config.lora is not None:
+            resumed = load_with_adapters(self._build(Path(load) / HF_DIR), load, ref_load)
+        else:
+            resumed = self._load_all(load, ref_load)
         if self._critic is not None:
             start_critic(self._critic, load, critic_load, resumed)
         state_file = Path(load) / STATE_FILE
         state = json.loads(state_file.read_text()) if state_file.is_file() else None
         return {"iteration": state["iteration"] if state else 0, "state": state}
 
+    def _load_all(self, load: str, ref_load: str | None) -> bool:
+        """Model and reference; whether `load` is an own checkpoint."""
+        if adapters.read(load) is not None:
+            raise ValueError(f"{load} holds adapters alone; set lora_rank to go on with them")
+        if ref_load is None and self._config.needs_reference:
+            raise ValueError("kl_loss_coef or kl_coef is above 0, so the trainer needs ref_load")
+        policy = self._build(Path(load) / HF_DIR)
+        resumed = policy.load(load)
+        if ref_load is not None and self._config.needs_reference:
+            policy.load_reference(ref_load)
+        return resumed
+
     def init_from_hf(self, hf_dir: str) -> None:
         """Build model and optimizer and take the weights of a Hugging Face directory."""
         policy = self._build(Path(hf_dir))
-        load_hf(policy.model, self._spec, HFReader(hf_dir))
+        policy.load_base(hf_dir)
         policy.optimizer.weights_were_replaced()
         if self._critic is not None:
             self._critic.start_from_hf(HFReader(hf_dir), self._spec)
@@ -207,6 +220,7 @@ class TrainerWorker:
         self.policy.save(directory, None if self._critic is None else self._critic.state())
         if self._layout.rank == 0:
             self._copy_hf_files(Path(directory) / HF_DIR)
+            describe_adapters(self.policy, directory)
         dist.barrier()
 
     def export_hf(self, directory: str, dtype: str | None = None) -> None:

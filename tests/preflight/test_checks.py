@@ -360,3 +360,10 @@ async def test_engines_and_ray(folder: Path) -> None:
     assert dead in problems[0].problem
     assert "404" in problems[1].problem
     assert await check_services(config(folder)) == []
+
+
+def test_an_adapter_of_a_layer_that_the_model_does_not_have(folder: Path) -> None:
+    lora = {"lora_rank": "4", "lr": "1e-5", "sandbox": "nop"}
+    assert check_local(config(folder, **lora, target_modules="q_proj,up_proj")) == []
+    (problem,) = check_local(config(folder, **lora, target_modules="q_proj,kv_b_proj"))
+    assert problem.field == "training.target_modules" and "kv_b_proj" in problem.problem
