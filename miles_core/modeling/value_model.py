@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,18 +23,13 @@ HEAD_STD = 0.02
 class ValueHead(torch.nn.Module):
     """The weight [1, h] that gives values from hidden states, where the policy has its logits'.
 
-    It is drawn from N(0, 0.02^2), float32 whatever the model's dtype, and whole on every
-    tensor-parallel rank.
+    It is drawn from N(0, 0.02^2) and whole on every tensor-parallel rank.
     """
 
     def __init__(self, hidden_size: int, seed: int) -> None:
         super().__init__()
         dice = torch.Generator().manual_seed(seed)
         self.weight = torch.nn.Parameter(HEAD_STD * torch.randn(1, hidden_size, generator=dice))
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Follow the model to its device, but not to its dtype."""
-        return super()._apply(lambda tensor: fn(tensor).to(tensor.dtype), recurse)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
@@ -57,8 +51,8 @@ class ValueModel(PolicyModel):
 
 
 def token_values(head: Head) -> torch.Tensor:
-    """Values, float32 [N], of the rows that a ValueModel's head is over."""
-    return F.linear(head.hidden.float(), head.weight).squeeze(-1)
+    """Values [N] of the rows that a ValueModel's head is over; in float32 whatever its dtype."""
+    return F.linear(head.hidden.float(), head.weight.float()).squeeze(-1)
 
 
 def build_value_model(

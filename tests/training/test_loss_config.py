@@ -53,6 +53,26 @@ REFUSED = [
         "training.tis_clip_low",
         "must be below",
     ),
+    ({"gamma": 0.9}, 4, "training.gamma", "grpo has none"),
+    ({"lambd": 0.9, "advantage_estimator": "rloo"}, 4, "training.lambd", "rloo has none"),
+    ({"normalize_advantages": False}, 4, "training.normalize_advantages", "no effect"),
+    ({"value_clip": 0.5}, 4, "training.value_clip", "no effect"),
+    ({"critic_lr": 1e-5}, 4, "training.critic_lr", "no effect"),
+    ({"critic_lr_warmup_steps": 3}, 4, "training.critic_lr_warmup_steps", "no effect"),
+    ({"num_critic_only_steps": 3}, 4, "training.num_critic_only_steps", "no effect"),
+    (
+        {"advantage_estimator": "ppo", "grpo_std_normalization": False},
+        4,
+        "training.grpo_std_normalization",
+        "ppo never divides",
+    ),
+    ({"use_tis": True, "use_rollout_logprobs": True}, 4, "training.use_tis", "every weight is 1"),
+    (
+        {"use_routing_replay": True, "use_rollout_logprobs": True},
+        4,
+        "training.use_routing_replay",
+        "--use-rollout-routing-replay",
+    ),
 ]
 ACCEPTED: list[tuple[dict[str, Any], int]] = [
     ({}, 2),
@@ -63,6 +83,9 @@ ACCEPTED: list[tuple[dict[str, Any], int]] = [
     ({"loss_aggregation": "constant", "loss_constant_length": 100}, 4),
     ({**ICEPOP, "tis_clip_low": 0.5, "tis_clip": 5.0}, 4),
     ({"use_tis": True, "tis_mode": "mis", "tis_level": "sequence"}, 4),
+    ({"advantage_estimator": "ppo", "lambd": 0.95, "critic_lr": 1e-5, "value_clip": 0.5}, 1),
+    ({"advantage_estimator": "ppo", "use_tis": True, "kl_coef": 0.1, "kl_loss_coef": 0}, 4),
+    ({"use_rollout_logprobs": True, "use_rollout_routing_replay": True}, 4),
 ]
 
 
@@ -86,6 +109,37 @@ def test_a_run_with_such_a_combination_does_not_start(small_config: MilesConfig)
     values["training"]["kl_coef"] = 0.5
     with pytest.raises(ValidationError, match="--kl-loss-coef 0 or --kl-coef 0"):
         MilesConfig.model_validate(values)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model": {"critic_load": "elsewhere"}}, "model.critic_load: grpo has no critic"),
+        (
+            {"training": {"advantage_estimator": "ppo", "num_critic_only_steps": 99}},
+            "training.num_critic_only_steps: 99 leaves none of the",
+        ),
+        ({"rollout": {"min_group_size": 1}}, "rollout.min_group_size: grpo compares"),
+        ({"rollout": {"n_samples_per_prompt": 1}}, "set --min-group-size 1"),
+    ],
+)
+def test_a_critic_without_ppo_and_groups_of_one(
+    small_config: MilesConfig, changes: dict[str, Any], reason: str
+) -> None:
+    values = small_config.model_dump()
+    for section, fields in changes.items():
+        values[section] |= fields
+    with pytest.raises(ValidationError, match=reason):
+        MilesConfig.model_validate(values)
+
+
+def test_ppo_with_one_trajectory_of_each_prompt(small_config: MilesConfig) -> None:
+    values = small_config.model_dump()
+    values["rollout"] |= {"n_samples_per_prompt": 1, "min_group_size": 1}
+    batch = values["rollout"]["rollout_batch_size"]
+    values["training"] |= {"advantage_estimator": "ppo", "global_batch_size": batch}
+    values["model"]["critic_load"] = "elsewhere"
+    assert MilesConfig.model_validate(values).rollout.n_samples_per_prompt == 1
 
 
 def test_the_trainer_gets_every_option_with_the_same_default() -> None:
