@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from miles_core.checkpoints import adapters
 from miles_core.modeling import dist_state
 from miles_core.modeling.cut import Cut
 from miles_core.modeling.hf_config import ModelSpec
@@ -82,6 +83,8 @@ class Critic(TrainedModel):
         under the fresh value head. Collective."""
         if dist_state.has(directory, NAME):
             dist_state.load_named(directory, NAME, self.model)
+        elif adapters.read(directory) is not None:
+            raise ValueError(f"critic_load: {directory} holds adapters alone, and no critic")
         else:
             dist_state.load(directory, self.model, leave_out=HEAD_NAME)
         self.optimizer.weights_were_replaced()
@@ -101,15 +104,15 @@ def start_critic(critic: Critic, load: str, critic_load: str | None, resumed: bo
     """Go on from the own checkpoint `load` (`resumed`), or begin from `critic_load`, or from the
     converted model `load`. Collective.
 
-    Raises ValueError for an own checkpoint without a critic, FileNotFoundError for a `critic_load`
-    that is no torch_dist directory.
+    Raises ValueError for a checkpoint that has neither a critic nor a whole policy, or when the one
+    to go on from has no critic; FileNotFoundError for a `critic_load` that is no checkpoint.
     """
     source = load if resumed or critic_load is None else critic_load
     if not dist_state.is_torch_dist(source):
         raise FileNotFoundError(f"critic_load: {source} is not a torch_dist directory")
-    if not resumed:
-        critic.start_from(source)
-    elif dist_state.has(source, NAME):
+    if resumed and not dist_state.has(source, NAME):
+        raise ValueError(f"{source} holds no critic; it is of a run without ppo")
+    if resumed:
         critic.load(source)
     else:
-        raise ValueError(f"{source} holds no critic; it is of a run without ppo")
+        critic.start_from(source)

@@ -207,6 +207,20 @@ def test_bfloat16_goes_on_from_its_float32_copies(
         assert timeless(worker.train(0, str(rollout))) == timeless(again)
 
 
+def test_a_policy_of_adapters_beside_a_whole_critic(
+    base: Path, rollout: Path, tmp_path: Path
+) -> None:
+    options = {**PPO, "lora_rank": 4}
+    with single(base, **options) as worker:
+        before = critic_weights(worker)
+        worker.train(0, str(rollout))
+        checkpoint = saved(worker, tmp_path, 1)
+        again = worker.train(0, str(rollout))
+        assert all(not torch.equal(before[n], v) for n, v in critic_weights(worker).items())
+    with single(checkpoint, base, **options) as worker:
+        assert timeless(worker.train(0, str(rollout))) == timeless(again)
+
+
 def test_a_value_that_is_not_finite_stops_both_updates(base: Path, rollout: Path) -> None:
     with single(base, **PPO) as worker:
         assert worker._critic is not None
