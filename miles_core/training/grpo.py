@@ -10,6 +10,7 @@ import torch
 
 from miles_core.modeling.parallel import Layout
 from miles_core.training.advantages import has_spread
+from miles_core.training.balance import Work, plan_work
 from miles_core.training.batch import Packed, RolloutBatch, TrainSample
 from miles_core.training.config import TrainerConfig
 from miles_core.training.critic import Critic
@@ -25,7 +26,6 @@ from miles_core.training.losses import (
     token_weights,
 )
 from miles_core.training.mismatch import assign_importance, mismatch_metrics
-from miles_core.training.packing import limits, micro_batches
 from miles_core.training.policy import Policy
 from miles_core.training.reduce import max_over_ranks, sum_over_ranks
 from miles_core.training.step_advantages import assign_advantages
@@ -60,18 +60,6 @@ def optimizer_batches(trajectories: int, global_batch_size: int) -> list[range]:
     return [range(a, b) for a, b in zip(bounds, bounds[1:], strict=False) if b > a]
 
 
-def plan_micro_batches(
-    samples: list[TrainSample], layout: Layout, config: TrainerConfig
-) -> list[list[TrainSample]]:
-    """This rank's micro-batches; the plan is the same on all ranks."""
-    plan = micro_batches([len(s) for s in samples], limits(config), layout.dp_size)
-    mine = [[samples[i] for i in members] for members in plan[layout.dp_rank]]
-    for number, members in enumerate(mine):
-        for sample in members:
-            sample.micro_batch = number
-    return mine
-
-
 class GrpoStep:
     """The work of one `train` call; `own_samples` are those of this rank, filled as it goes."""
 
@@ -83,14 +71,15 @@ class GrpoStep:
         self._config = policy.config
         self._batch = batch
         self._total_weights: list[float] = []
-        self._parts = self._partition(layout)
+        self.works = self._partition(layout)
+        self._parts = [work.mine for work in self.works]
         self.own_samples = [s for part in self._parts for mb in part for s in mb]
         self._seconds: dict[str, float] = {}
 
-    def _partition(self, layout: Layout) -> list[list[list[TrainSample]]]:
-        """Micro-batches of this rank for each optimizer step; sets every sample's weight."""
+    def _partition(self, layout: Layout) -> list[Work]:
+        """The work of each optimizer step; sets every sample's weight."""
         config = self._config
-        parts = []
+        works = []
         for members in optimizer_batches(len(self._batch.tokens), config.global_batch_size):
             samples = [s for s in self._batch.samples if s.trajectory in members]
             sizes = self._batch.tokens[members.start : members.stop]
@@ -98,8 +87,8 @@ class GrpoStep:
             for sample in samples:
                 sample.weight = weights[sample.trajectory - members.start]
             self._total_weights.append(sum(w * n for w, n in zip(weights, sizes, strict=True)))
-            parts.append(plan_micro_batches(samples, layout, config))
-        return parts
+            works.append(plan_work(samples, layout, config, self._policy.spec))
+        return works
 
     def run(self) -> dict[str, float | list[str]]:
         """Metrics, equal on all ranks. Collective."""

@@ -27,6 +27,7 @@ class Policy(TrainedModel):
     adapters is its own reference, without them."""
 
     def __init__(self, config: TrainerConfig, spec: ModelSpec) -> None:
+        self.spec = spec
         dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
         model = build_model(
             spec,

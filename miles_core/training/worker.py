@@ -22,11 +22,12 @@ from miles_core.modeling.hf_files import write_hf
 from miles_core.modeling.hf_weights import HFReader
 from miles_core.modeling.replicas import Replicas
 from miles_core.training.adapters import describe_adapters, load_with_adapters
+from miles_core.training.balance import plan_work, throughput
 from miles_core.training.batch import load_rollout, make_sample
 from miles_core.training.config import TrainerConfig
 from miles_core.training.critic import Critic, start_critic
 from miles_core.training.dump import write_dump
-from miles_core.training.grpo import GrpoStep, plan_micro_batches
+from miles_core.training.grpo import GrpoStep
 from miles_core.training.guards import (
     check_metrics,
     check_same_batch,
@@ -34,6 +35,7 @@ from miles_core.training.guards import (
     check_weights,
 )
 from miles_core.training.policy import Policy
+from miles_core.training.reduce import max_over_ranks
 from miles_core.training.sft_loss import SFT_NAMES, sft_loss
 from miles_core.training.weight_sender import WeightSender
 
@@ -161,9 +163,12 @@ class TrainerWorker:
         for of_model in replicas:
             check_weights(of_model)
         check_metrics(metrics)
-        seconds = torch.tensor(time.perf_counter() - started, device=parallel.device())
-        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-        return {"step": step, **metrics, "seconds_train": seconds.item()}
+        seconds = max_over_ranks({"train": time.perf_counter() - started})["train"]
+        tokens = sum(len(sample) for sample in batch.samples)
+        metrics |= throughput(
+            work.works, tokens, self._layout.world_size, seconds, metrics.get("seconds_update")
+        )
+        return {"step": step, **metrics, "seconds_train": seconds}
 
     def sft(self, batches: Iterable[list[dict[str, Any]]]) -> dict[str, Any]:
         """One supervised optimizer step for each batch, a list of {"tokens", "loss_mask"}.
@@ -190,8 +195,8 @@ class TrainerWorker:
                 raise ValueError("a supervised batch has no token to learn")
             for sample in samples:
                 sample.weight = 1.0 / total
-            mine = plan_micro_batches(samples, self._layout, self._config)
-            update = self.policy.update(mine, sft_loss, SFT_NAMES)
+            work = plan_work(samples, self._layout, self._config, self._spec)
+            update = self.policy.update(work.mine, sft_loss, SFT_NAMES)
             losses.append(update.sums["loss"])
             metrics = {
                 "loss": losses[-1],

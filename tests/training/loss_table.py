@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from miles_core.modeling.hf_config import ModelSpec
 from miles_core.modeling.parallel import Layout
 from miles_core.training.batch import Packed, RolloutBatch, TrainSample
 from miles_core.training.config import TrainerConfig
@@ -22,6 +23,22 @@ VOCAB = 7
 ROWS = 30
 LR = 15.0
 LONGEST_STEP = 3.0
+# of a model that would be spread over ranks; there is one rank here
+SHAPE = ModelSpec(
+    model_type="table",
+    vocab_size=VOCAB,
+    hidden_size=8,
+    ffn_size=8,
+    num_layers=1,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=8,
+    norm_eps=1e-6,
+    rope_theta=1e4,
+    max_positions=64,
+    qk_norm=False,
+    tied=False,
+)
 
 
 @dataclass
@@ -111,6 +128,7 @@ class TablePolicy:
 
     def __init__(self, case: Case, config: TrainerConfig) -> None:
         self.config = config
+        self.spec = SHAPE
         self.has_reference = config.needs_reference
         self.routing = None
         self.logits = case.logits.clone().requires_grad_()
