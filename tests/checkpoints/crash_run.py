@@ -31,6 +31,7 @@ from miles_core.training.worker import TrainerWorker  # noqa: E402
 
 ROWS, DRAWN = 7, 2
 OPTIONS = {"global_batch_size": 4, "lr_warmup_steps": 4, "lr": 3e-3, "clip_grad": 0.5}
+LOGGED = ("loss", "grad_norm", "lr", "kl_loss", "value_loss", "critic_grad_norm", "critic_lr")
 
 
 def write_rows(path: Path) -> None:
@@ -68,8 +69,8 @@ class Run:
             rows = [row.index for row in source.draw(DRAWN)]
             metrics = self.worker.train(step, str(self._rollout(step, rows)))
             step += 1
-            names = ("loss", "grad_norm", "lr", "kl_loss")
-            entry = {"step": step - 1, "rows": rows, **{n: metrics[n] for n in names}}
+            entry = {"step": step - 1, "rows": rows}
+            entry |= {name: metrics[name] for name in LOGGED if name in metrics}
             entry["random"] = [torch.rand(1).item(), random.random()]
             if self.rank == 0:
                 self._write(entry)

@@ -62,6 +62,40 @@ def test_bfloat16_goes_on_from_its_float32_copies(crasher: Crasher) -> None:
     assert effective(log) == crasher.log("half-plain")
 
 
+def test_a_critic_goes_on_where_its_policy_does(crasher: Crasher) -> None:
+    """Killed while the files are written, and again when all but the name is there."""
+    ppo = {"advantage_estimator": "ppo", "lambd": 0.9, "critic_lr": 1e-2, "value_clip": 0.05}
+    crasher.run("critic-plain", until=7, changes=ppo)
+    want = crasher.log("critic-plain")
+    assert len({entry["value_loss"] for entry in want}) == 7
+    folder = ".tmp-iter_0000004"
+    points = [
+        Point(f"write {folder}/__0_1.distcp", 60),
+        Point(f"rename {folder} -> iter_0000004", 0),
+    ]
+    crasher.run("critic", until=2, saves=[2], changes=ppo)
+    for point in points:
+        plan = {"saves": [4], "traced_save": 4, "point": asdict(point), "changes": ppo}
+        assert crasher.run("critic", until=7, **plan)["killed"]
+    crasher.run("critic", until=4, saves=[4], changes=ppo)
+    crasher.run("critic", until=7, changes=ppo)
+    log = crasher.log("critic")
+    assert [entry["resumed"] for entry in log if "resumed" in entry] == [2, 2, 2, 4]
+    assert effective(log) == want
+
+
+def test_a_critic_goes_on_in_another_layout(crasher: Crasher) -> None:
+    ppo = {"advantage_estimator": "ppo", "lambd": 0.9, "critic_lr": 1e-2}
+    crasher.run("critic-one", until=6, changes=ppo)
+    crasher.run("critic-two", until=3, world=2, tp=2, saves=[3], changes=ppo)
+    crasher.run("critic-two", until=6, changes=ppo)
+    got, want = effective(crasher.log("critic-two")), crasher.log("critic-one")
+    assert_same(got, want)
+    for a, b in zip(got, want, strict=True):
+        for name in ("value_loss", "critic_grad_norm", "critic_lr"):
+            assert a[name] == pytest.approx(b[name], rel=1e-4, abs=2e-7), (a["step"], name)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("rank", [0, 1])
