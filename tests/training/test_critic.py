@@ -38,7 +38,8 @@ def critic_weights(worker: TrainerWorker) -> dict[str, torch.Tensor]:
 
 
 def timeless(metrics: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in metrics.items() if not name.startswith("seconds")}
+    timed = ("seconds", "tokens_per_second", "actor_train_tflops")
+    return {name: value for name, value in metrics.items() if not name.startswith(timed)}
 
 
 def rewarded_by_a_token(path: Path, step: int) -> Path:
