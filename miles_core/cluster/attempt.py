@@ -9,6 +9,7 @@ import os
 import shutil
 import time
 from collections.abc import AsyncIterator, Coroutine
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,9 +22,9 @@ from miles_core.cluster.fleet import Fleet, Inputs
 from miles_core.cluster.no_signal import NoSignal
 from miles_core.cluster.tracking import Tracker
 from miles_core.cluster.trainers import TrainerGroup
+from miles_core.cluster.weight_push import PushSettings, WeightPush
 from miles_core.config.algorithm_checks import WITHOUT_GROUPS
 from miles_core.data.source import PromptSource, Row
-from miles_core.engines.client import EngineClient
 from miles_core.rollout.dump import DamagedRollout, read_rollout, write_rollout
 from miles_core.rollout.loop import Group, RolloutLoop, journal_start
 from miles_core.rollout.place import TrialRunner
@@ -55,7 +56,7 @@ class Attempt:
         self.step = 0
         self._journal = events
         self._stop = asyncio.Event()
-        self._fleet = Fleet(run, self.config, self.inputs, number, self._on_restart)
+        self._fleet = Fleet(run, self.config, self.inputs, number, self._alarm)
         self._saved_iteration = 0
         self._unsaved: dict[str, Any] | None = None
         self._tracker = Tracker(
@@ -72,8 +73,8 @@ class Attempt:
             whole_step=self.config.training.advantage_estimator in WITHOUT_GROUPS,
         )
 
-    def _on_restart(self, detail: str) -> None:
-        self._journal.append("alarm", kind="service_restarted", detail=detail)
+    def _alarm(self, kind: str, detail: str) -> None:
+        self._journal.append("alarm", kind=kind, detail=detail)
 
     # ---- start and end ---------------------------------------------------------------
 
@@ -150,10 +151,18 @@ class Attempt:
             self.inputs.ref_torch_dist,
             None if critic is None else str(critic),
         )
-        _, engine_urls = await asyncio.gather(self._guard(setup), self._fleet.wait_engines())
+        await asyncio.gather(self._guard(setup), self._fleet.engines.wait())
         self._fleet.record("ranks", await self._trainers.processes())
         session_urls = await self._fleet.wait_sessions()
-        self._engines = EngineClient(engine_urls)
+        self._weights = WeightPush(
+            self._fleet.engines,
+            self._trainers,
+            PushSettings(
+                training.update_weight_transport,
+                training.check_weight_update_equal,
+                self.run_dir.weights_dir,
+            ),
+        )
         self._sessions = SessionClient(
             session_urls,
             self.inputs.session_token,
@@ -222,7 +231,8 @@ class Attempt:
             self._journal.append("stage", name="rollout", state="skipped", step=self.step)
             return path
         async with self._stage("rollout"):
-            groups = await self._guard(self._rollout.run_step(self.step, rows), interruptible=True)
+            work = self._beside_repairs(self._rollout.run_step(self.step, rows))
+            groups = await self._guard(work, interruptible=True)
             await asyncio.to_thread(write_rollout, path, self.step, self.step + 1, ids, groups)
         append_metrics(self.run_dir.metrics, self.step, "rollout", _rollout_metrics(groups))
         return path
@@ -257,9 +267,8 @@ class Attempt:
         rows = source.draw(len(source))
         samples = self.config.rollout.n_samples_per_eval_prompt
         async with self._stage("evaluate"):
-            trajectories = await self._guard(
-                self._rollout.evaluate(self.step, rows, samples), interruptible=True
-            )
+            work = self._beside_repairs(self._rollout.evaluate(self.step, rows, samples))
+            trajectories = await self._guard(work, interruptible=True)
         rewards = [float(t.verdict.reward) for t in trajectories if t.verdict.reward is not None]
         metrics = {
             "reward_mean": sum(rewards) / len(rewards) if rewards else None,
@@ -318,16 +327,10 @@ class Attempt:
 
     async def _push(self) -> None:
         """Give the engines the trainer's weights under the version `step + 1`."""
-        assert self._trainers is not None
         version = self.step + 1
-        directory = self.run_dir.weights_dir(version)
         async with self._stage("push"):
-            await self._guard(self._trainers.call("export_hf", str(directory)))
-            await self._guard(self._engines.update_weights(str(directory), version))
-        self._journal.append("weights_pushed", version=version, step=self.step)
-        for old in directory.parent.iterdir():
-            if old != directory:
-                shutil.rmtree(old)
+            report = await self._guard(self._weights.push(version))
+        self._journal.append("weights_pushed", version=version, step=self.step, **asdict(report))
 
     async def _export(self) -> None:
         """The trained policy as a Hugging Face directory, `RUN/model`."""
@@ -362,6 +365,21 @@ class Attempt:
         seconds = round(time.monotonic() - started, 3)
         self._journal.append("stage", name=name, state="ended", step=self.step, seconds=seconds)
         log.info("step %d: %s took %.1f s", self.step, name, seconds)
+
+    async def _beside_repairs(self, work: Coroutine[Any, Any, T]) -> T:
+        """Wait for `work` that leaves the trainer idle; engines that come back get the current
+        weights meanwhile."""
+        task = asyncio.ensure_future(work)
+        repairs = asyncio.ensure_future(self._weights.keep_current())
+        try:
+            await asyncio.wait({task, repairs}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                repairs.result()  # it ends by an error alone
+            return await task
+        finally:
+            for one in (task, repairs):
+                one.cancel()
+            await asyncio.gather(task, repairs, return_exceptions=True)
 
     async def _asked_to_stop(self) -> bool:
         """Whether a stop request came, or comes at once: it may reach the services first."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from miles_core.cluster.engine_pool import EnginePool
 from miles_core.cluster.services import Service
 from miles_core.cluster.session_servers import SessionServers
 from miles_core.config.schema import MilesConfig
@@ -44,7 +45,8 @@ class Inputs:
 class Fleet:
     """Starts, watches and ends the services of one attempt.
 
-    `on_restart` is told of each session server that had to be started anew.
+    `on_alarm(kind, detail)` is told of each session server that had to be started anew
+    (`service_restarted`), and of engines that leave and come back (see EnginePool).
     """
 
     def __init__(
@@ -53,24 +55,30 @@ class Fleet:
         config: MilesConfig,
         inputs: Inputs,
         attempt: int,
-        on_restart: Callable[[str], None],
+        on_alarm: Callable[[str, str], None],
     ):
         self._run = run
         self._config = config
         self._inputs = inputs
         self._directory = run.attempt_dir(attempt) / "services"
         self._attempt = attempt
-        self._engines: list[Service] = []
-        if not config.engine.engine_urls:
-            self._engines = [self._engine(i) for i in range(config.engine.num_engines)]
         self._sessions = SessionServers(
-            config, self._directory, inputs.hf_checkpoint, inputs.session_token, on_restart
+            config,
+            self._directory,
+            inputs.hf_checkpoint,
+            inputs.session_token,
+            lambda detail: on_alarm("service_restarted", detail),
         )
+        urls = config.engine.engine_urls
+        own = [] if urls else [self._engine(i) for i in range(config.engine.num_engines)]
+        self.engines = EnginePool(own, urls, on_alarm, self._sessions.route)
 
     def _engine(self, index: int) -> Service:
         engine = self._config.engine
         argv = ["miles_core.engines.server", "--model", self._inputs.hf_checkpoint]
         argv += ["--host", self._config.sessions.miles_host_ip, "--port", "0"]
+        # An engine has nothing to serve before the first push, nor after a restart.
+        argv += ["--load-format", "dummy"]
         argv += ["--threads", str(engine.engine_threads), "--dtype", engine.engine_dtype]
         argv += ["--max-running-requests", str(engine.max_running_requests)]
         tokens = engine.max_running_requests * self._config.rollout.max_seq_len
@@ -82,17 +90,9 @@ class Fleet:
         return Service(f"engine-{index}", argv, self._directory, threads)
 
     def start(self) -> None:
-        """Start the engines; the session servers follow once these have addresses."""
-        for engine in self._engines:
-            engine.start()
-
-    async def wait_engines(self) -> list[str]:
-        """URLs of the engines, once they serve."""
-        urls = self._config.engine.engine_urls or list(
-            await asyncio.gather(*(engine.wait_ready(READY_S) for engine in self._engines))
-        )
-        self._sessions.start(urls)
-        return urls
+        """Start all services."""
+        self.engines.start()
+        self._sessions.start()
 
     async def wait_sessions(self) -> list[str]:
         """URLs of the session servers, once they serve; notes their instance ids on disk."""
@@ -120,9 +120,7 @@ class Fleet:
     async def watch(self, interval_s: float = 0.5) -> None:
         """Return never; raises ServiceError when a service has ended that cannot be replaced."""
         while True:
-            for engine in self._engines:
-                if engine.process is not None:
-                    engine.check()
+            await self.engines.check()
             known = len(self._sessions.instances)
             await self._sessions.check()
             if len(self._sessions.instances) > known:
@@ -132,6 +130,4 @@ class Fleet:
     def stop(self) -> None:
         """End every service."""
         self._sessions.stop()
-        for engine in self._engines:
-            engine.stop()
-        self._engines = []
+        self.engines.stop()

@@ -89,6 +89,12 @@ class Service:
         tail = " | ".join(line.strip() for line in lines[-3:] if line.strip())
         return f"{self.log}: {tail or 'empty'}"
 
+    def kill(self) -> None:
+        """End a process that is of no use any more at once, and wait for it."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
     def stop(self) -> None:
         """End the process and wait for it."""
         if self.process is None or self.process.poll() is not None:

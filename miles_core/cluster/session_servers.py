@@ -6,11 +6,13 @@ the samples of trials that have ended; those that were running get an error of t
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -44,16 +46,44 @@ class SessionServers:
         self._services: list[Service] = []
         self._reviving: list[Service] = []
         self._restarts: list[float] = []
+        self._engines: dict[str, Any] = {"urls": [], "weight_version": 0}
+        self._told: dict[str, dict[str, Any]] = {}
+        self._telling = asyncio.Lock()
         self.instances: list[str] = []
 
-    def start(self, engine_urls: list[str]) -> None:
-        """Start all servers."""
+    def start(self) -> None:
+        """Start all servers; their calls wait until `route` names engines."""
         count = self._config.sessions.session_server_workers
-        self._services = [self._service(index, engine_urls) for index in range(count)]
+        self._services = [self._service(index) for index in range(count)]
         for service in self._services:
             service.start()
 
-    def _service(self, index: int, engine_urls: list[str]) -> Service:
+    async def route(self, engine_urls: list[str], weight_version: int) -> None:
+        """Let sessions ask these engines alone, which serve that version; a dead server is told
+        when it is back."""
+        self._engines = {"urls": list(engine_urls), "weight_version": weight_version}
+        self._told.clear()
+        await self._tell()
+
+    async def _tell(self) -> None:
+        """Tell the servers that live and do not know yet."""
+        async with self._telling:
+            for service in self._services:
+                engines = self._engines
+                if self._told.get(service.name) == engines or not service.ready_file.exists():
+                    continue
+                url = json.loads(service.ready_file.read_text())["url"]
+                headers = {"Authorization": f"Bearer {self._token}"}
+                try:
+                    async with httpx.AsyncClient(timeout=30, trust_env=False) as client:
+                        answer = await client.put(f"{url}/engines", json=engines, headers=headers)
+                        answer.raise_for_status()
+                except httpx.TransportError as error:
+                    log.warning("%s is not told of the engines now: %s", service.name, error)
+                    continue
+                self._told[service.name] = engines
+
+    def _service(self, index: int) -> Service:
         sessions = self._config.sessions
         port = 0 if sessions.session_server_port is None else sessions.session_server_port + index
         timeout_s = self._config.agent_server.agent_trial_timeout + SESSION_MARGIN_S
@@ -62,8 +92,6 @@ class SessionServers:
         argv += ["--chat-family", sessions.chat_family]
         argv += ["--spill-dir", str(self._directory / f"sessions-{index}")]
         argv += ["--session-timeout", f"{timeout_s:g}"]
-        for url in engine_urls:
-            argv += ["--engine-url", url]
         env = {
             "MILES_SESSION_TOKEN": self._token,
             "OMP_NUM_THREADS": "1",
@@ -94,6 +122,7 @@ class SessionServers:
             if service.ready_file.exists():
                 self._reviving.remove(service)
                 await self._note_instance(json.loads(service.ready_file.read_text())["url"])
+        await self._tell()
 
     def _revive(self, service: Service) -> None:
         now = time.monotonic()
@@ -108,6 +137,7 @@ class SessionServers:
             self._on_restart(f"{error}; it was started anew")
             if service in self._reviving:
                 self._reviving.remove(service)
+            self._told.pop(service.name, None)
             service.start()
             self._reviving.append(service)
 

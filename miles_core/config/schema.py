@@ -295,6 +295,15 @@ class TrainingConfig(Section):
         description="Bytes of weights that are gathered at once to be pushed or exported; a "
         "larger weight is gathered alone",
     )
+    update_weight_transport: Literal["auto", "shm", "disk", "broadcast"] = Field(
+        "auto",
+        description="How weights reach the engines: shared memory of one machine, a directory, or "
+        "a torch.distributed broadcast. auto: shm where it can be, else disk",
+    )
+    check_weight_update_equal: bool = Field(
+        False,
+        description="After a push, compare a digest of what each engine serves with the trainer's",
+    )
 
 
 class CheckpointConfig(Section):

@@ -17,6 +17,10 @@ class EngineError(RuntimeError):
     """An engine refused a call, cannot be reached, or serves a wrong version."""
 
 
+class EngineGone(EngineError):
+    """An engine cannot be reached."""
+
+
 class EngineClient:
     """Control and generation over one or more engines.
 
@@ -85,16 +89,19 @@ class EngineClient:
             raise EngineError(f"engines serve different weight versions ({served})")
         return versions[0]
 
-    async def update_weights(
-        self, directory: str | Path, version: int, mode: str = "abort"
-    ) -> None:
-        """Serve the Hugging Face directory under `version` on every engine.
+    async def pause(self, mode: str = "abort") -> None:
+        """Sample no token on any engine; `mode`: abort, retract or in_place what runs."""
+        await self._all(lambda url: self._post(url, "/pause_generation", {"mode": mode}))
 
-        Every engine is paused (`mode`: abort, retract or in_place), loads, and is asked for its
-        version; generation continues in any case, also when a load fails.
+    async def resume(self) -> None:
+        """End a pause."""
+        await self._all(lambda url: self._post(url, "/continue_generation", {}))
+
+    async def load(self, directory: str | Path, version: int) -> None:
+        """Serve a Hugging Face directory under `version`; a pause stays.
 
         Raises:
-            EngineError: an engine refused the load or reports another version. Engines that had
+            EngineError: an engine refused the load or reports another version. Those that had
                 loaded before keep the new weights: call again, or restart the one that failed.
         """
         body = {
@@ -104,19 +111,13 @@ class EngineClient:
             "keep_pause": True,
         }
 
-        async def load(url: str) -> None:
+        async def one(url: str) -> None:
             answer = await self._post(url, "/update_weights_from_disk", body, self.load_timeout_s)
             if not isinstance(answer, dict) or answer.get("success") is not True:
                 raise EngineError(f"engine {url} did not load {directory}: {answer}")
-            served = await self._version(url)
-            if served != version:
-                raise EngineError(f"engine {url} serves version {served}, not {version}")
+            await self._expect(url, version)
 
-        try:
-            await self._all(lambda url: self._post(url, "/pause_generation", {"mode": mode}))
-            await self._all(load)
-        finally:
-            await self._all(lambda url: self._post(url, "/continue_generation", {}))
+        await self._all(one)
 
     async def abort_all(self) -> None:
         """End every request on every engine; each answers with what it has."""
@@ -144,13 +145,22 @@ class EngineClient:
             raise EngineError(f"/generate answered {type(answer).__name__}, not an object")
         return answer
 
+    async def _expect(self, url: str, version: int) -> None:
+        served = await self._version(url)
+        if served != version:
+            raise EngineError(f"engine {url} serves version {served}, not {version}")
+
     async def _version(self, url: str) -> int:
-        info = await self._call(url, "/model_info", lambda: self._http.get(f"{url}/model_info"))
+        info = await self._get(url, "/model_info")
         version = info.get("weight_version") if isinstance(info, dict) else None
         try:
             return int(str(version))
         except ValueError as error:
             raise EngineError(f"engine {url} serves version {version!r}, no integer") from error
+
+    async def _get(self, url: str, route: str, timeout_s: float | None = None) -> Any:
+        timeout = self.timeout_s if timeout_s is None else timeout_s
+        return await self._call(url, route, lambda: self._http.get(url + route, timeout=timeout))
 
     async def _post(
         self, url: str, route: str, body: dict[str, Any], timeout_s: float | None = -1.0
@@ -159,12 +169,15 @@ class EngineClient:
         send = lambda: self._http.post(url + route, json=body, timeout=timeout)  # noqa: E731
         return await self._call(url, route, send)
 
-    @staticmethod
-    async def _call(url: str, route: str, send: Callable[[], Awaitable[httpx.Response]]) -> Any:
+    async def _call(
+        self, url: str, route: str, send: Callable[[], Awaitable[httpx.Response]]
+    ) -> Any:
+        if self._http.is_closed:
+            raise EngineGone(f"engine {url}{route}: the engine was given up")
         try:
             response = await send()
         except httpx.TransportError as error:
-            raise EngineError(f"engine {url}{route}: {_told(error)}") from error
+            raise EngineGone(f"engine {url}{route}: {_told(error)}") from error
         if response.status_code != 200:
             raise EngineError(f"engine {url}{route}: {response.status_code} {response.text[:500]}")
         try:

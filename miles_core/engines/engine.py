@@ -21,7 +21,9 @@ from miles_core.engines.sampling import RequestError, Sampler
 from miles_core.engines.scheduler import Scheduler
 from miles_core.engines.shape import read_eos, read_shape
 from miles_core.engines.text import TextCodec
-from miles_core.engines.weights import DTYPES, load_weights
+from miles_core.engines.updates import WeightUpdates
+from miles_core.engines.weight_files import load_weights
+from miles_core.engines.weights import DTYPES, Weights
 
 PAUSE_MODES = ("abort", "retract", "in_place")
 T = TypeVar("T")
@@ -29,9 +31,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How an engine is made; the fields are the server's flags."""
+    """How an engine is made; the fields are the server's flags.
+
+    With the load format `dummy` the engine holds no weights until some are pushed.
+    """
 
     model: Path
+    load_format: str = "auto"
     dtype: str = "float32"
     max_running_requests: int = 32
     max_total_tokens: int = 65536
@@ -53,9 +59,10 @@ class Engine:
         self.codec = TextCodec(options.model)
         self.context_length = min(self.shape.context_length, options.max_total_tokens)
         with torch.inference_mode():
-            weights = load_weights(options.model, self.shape, self.dtype)
             pool = KVPool(self.shape, options.max_total_tokens, self.dtype)
-            decoder = Decoder(self.shape, weights, pool, self.context_length)
+            decoder = Decoder(self.shape, self.dtype, pool, self.context_length)
+            if options.load_format != "dummy":
+                decoder.loaded = load_weights(options.model, self.shape, self.dtype)
         self.scheduler = Scheduler(
             decoder,
             Sampler(options.seed),
@@ -66,14 +73,15 @@ class Engine:
         )
         self.recorder = Recorder(options.record_dir) if options.record_dir else None
         self.model_path = str(options.model)
+        self.updates = WeightUpdates(self)
         self.paused = False
-        self.window = False
         self.alive = True
         self._on_death = on_death
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._arrivals: deque[Request] = deque()
         self._wake = threading.Event()
         self._update = threading.Lock()
+        self._held = False
         self._stopping = False
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
 
@@ -135,15 +143,25 @@ class Engine:
         """End a pause."""
         return self.call(lambda: setattr(self, "paused", False))
 
-    def set_window(self, is_open: bool) -> Future[None]:
-        """Open or close a window of weight updates; no token is sampled while it is open."""
+    def hold(self, held: bool) -> Future[None]:
+        """Sample no token until it is taken back; independent of pauses."""
+        return self.call(lambda: setattr(self, "_held", held))
 
-        def action() -> None:
-            if is_open and self.window:
-                raise RequestError("a weight update is open already; post /end_weight_update")
-            self.window = is_open
+    @property
+    def has_weights(self) -> bool:
+        """Whether there is anything to serve."""
+        return self.scheduler.decoder.loaded is not None
 
-        return self.call(action)
+    def serve(self, weights: Weights, version: str | None) -> None:
+        """Put weights in place between two steps; blocks. Without `version`, the next integer is
+        taken. Prefixes of finished sequences are forgotten."""
+
+        def swap() -> None:
+            self.scheduler.decoder.loaded = weights
+            self.scheduler.version = str(int(version or int(self.scheduler.version) + 1))
+            self.scheduler.flush()
+
+        self.call(swap).result()
 
     def flush(self) -> Future[None]:
         """Forget the prefixes of finished sequences."""
@@ -170,7 +188,8 @@ class Engine:
                 scheduler = self.scheduler
                 if abort_all:
                     scheduler.abort(None, "aborted by update_weights_from_disk")
-                scheduler.decoder.weights = weights
+                scheduler.decoder.loaded = weights
+                self.updates.held = {}
                 scheduler.version = str(int(version or int(scheduler.version) + 1))
                 if flush:
                     scheduler.flush()
@@ -208,7 +227,7 @@ class Engine:
                 scheduler.add(self._arrivals.popleft())
             while self._calls:
                 self._answer(*self._calls.popleft())
-            if scheduler.busy and not self.paused and not self.window:
+            if scheduler.busy and not self.paused and not self._held:
                 scheduler.step()
             else:
                 self._wake.wait()

@@ -12,6 +12,7 @@ import orjson
 
 from miles_core.engines.engine import Engine
 from miles_core.engines.generate import Waiter, parse_generate
+from miles_core.engines.http_weights import weight_routes
 from miles_core.engines.sampling import RequestError
 from miles_core.errors import UserError
 
@@ -35,8 +36,7 @@ class EngineApp:
             "/continue_generation": self.resume,
             "/flush_cache": self.flush,
             "/update_weights_from_disk": self.update_from_disk,
-            "/begin_weight_update": self.begin_update,
-            "/end_weight_update": self.end_update,
+            **weight_routes(engine.updates),
         }
         self.gets: dict[str, Callable[[], Answer]] = {
             "/health": self.health,
@@ -61,14 +61,23 @@ class EngineApp:
             await respond(send, *await self._control(path, receive))
         elif method in ("GET", "POST") and path == "/flush_cache":
             await respond(send, *await self.flush({}))
+        elif method == "GET" and path == "/weights_digest":
+            await respond(send, *await self._answered(self.weights_digest()))
         elif path in self.posts or path in self.gets or path == "/generate":
             await respond(send, 405, error(f"{method} is not allowed on {path}"))
         else:
             await respond(send, 404, error(f"no route {path}"))
 
     async def _control(self, path: str, receive: Receive) -> Answer:
-        try:
+        async def answer() -> Answer:
             return await self.posts[path](await read_object(receive))
+
+        return await self._answered(answer())
+
+    @staticmethod
+    async def _answered(answer: Awaitable[Answer]) -> Answer:
+        try:
+            return await answer
         except (RequestError, UserError) as problem:
             return 400, {"success": False, **error(str(problem)), "message": str(problem)}
         except RuntimeError as problem:
@@ -81,6 +90,9 @@ class EngineApp:
         try:
             if not self.engine.alive:
                 await respond(send, 503, error("the engine has stopped"))
+                return
+            if not self.engine.has_weights:
+                await respond(send, 503, error("the engine holds no weights yet"))
                 return
             waiter = Waiter(self.engine)
             batched, streamed = parse_generate(await read_object(receive), waiter)
@@ -164,20 +176,16 @@ class EngineApp:
         message = f"serving {path} as version {self.engine.version}"
         return 200, {"success": True, "message": message, "num_paused_requests": held}
 
-    async def begin_update(self, body: dict[str, Any]) -> Answer:
-        await asyncio.wrap_future(self.engine.set_window(True))
-        return 200, {"success": True, "message": "weight update open"}
-
-    async def end_update(self, body: dict[str, Any]) -> Answer:
-        await asyncio.wrap_future(self.engine.set_window(False))
-        return 200, {"success": True, "message": "weight update closed"}
-
     # -- information ---------------------------------------------------------------------------
 
     def health(self) -> Answer:
         """200 while the engine's thread lives, else 503."""
         alive = self.engine.alive
         return (200 if alive else 503), {"status": "ok" if alive else "stopped"}
+
+    async def weights_digest(self) -> Answer:
+        """`/weights_digest`: of the served weights, in the engine's type (see WeightUpdates)."""
+        return 200, await asyncio.to_thread(self.engine.updates.digest)
 
     def model_info(self) -> Answer:
         return 200, {
@@ -200,7 +208,9 @@ class EngineApp:
             "num_waiting_reqs": len(scheduler.waiting),
             "num_used_tokens": scheduler.pool.used,
             "paused": engine.paused,
-            "weight_update_open": engine.window,
+            "weight_update_open": engine.updates.is_open,
+            "staged_weight_updates": True,
+            "has_weights": engine.has_weights,
         }
 
     def models(self) -> Answer:

@@ -39,11 +39,11 @@ class Run:
 
 
 class Decoder:
-    """A model and its cache; `weights` may be replaced between two steps."""
+    """A model and its cache; `loaded` may be replaced between two steps, and is None at first."""
 
-    def __init__(self, shape: ModelShape, weights: Weights, pool: KVPool, context: int) -> None:
+    def __init__(self, shape: ModelShape, dtype: torch.dtype, pool: KVPool, context: int) -> None:
         self.shape = shape
-        self.weights = weights
+        self.loaded: Weights | None = None
         self.pool = pool
         self.q_size = shape.heads * shape.head_dim
         # Rotary angles as in Su et al., 2021 (arXiv:2104.09864), halves paired (i, i + d/2).
@@ -51,10 +51,16 @@ class Decoder:
         angles = torch.outer(
             torch.arange(context, dtype=torch.float32), 1.0 / shape.rope_theta**exponent
         )
-        self.cos = torch.cat([angles.cos(), angles.cos()], -1).to(weights.embedding.dtype)
-        self.sin = torch.cat([-angles.sin(), angles.sin()], -1).to(weights.embedding.dtype)
+        self.cos = torch.cat([angles.cos(), angles.cos()], -1).to(dtype)
+        self.sin = torch.cat([-angles.sin(), angles.sin()], -1).to(dtype)
         sizes = (shape.hidden, shape.head_dim)
         self.floor = {n: torch.tensor(math.sqrt(n * shape.eps)) for n in sizes}
+
+    @property
+    def weights(self) -> Weights:
+        """What is served; nothing may be computed before there is something."""
+        assert self.loaded is not None, "the engine holds no weights"
+        return self.loaded
 
     def forward(
         self, tokens: torch.Tensor, segments: list[Segment], last_only: bool = False

@@ -25,6 +25,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--parent-pid", type=int, help="end when this process is gone")
     add("--threads", type=int, default=1, help="torch threads")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="weights and cache")
+    add(
+        "--load-format",
+        choices=("auto", "dummy"),
+        default="auto",
+        help="dummy: hold no weights, and refuse to generate, until some are pushed",
+    )
     add("--max-running-requests", type=int, default=32, help="sequences decoded at once")
     add("--max-total-tokens", type=int, default=65536, help="token places of the cache")
     add("--record-dir", type=Path, help="append every finished generation to a file in this folder")
@@ -59,6 +65,7 @@ def serve(args: argparse.Namespace) -> int:
     torch.set_num_interop_threads(1)
     options = EngineOptions(
         model=args.model.resolve(),
+        load_format=args.load_format,
         dtype=args.dtype,
         max_running_requests=args.max_running_requests,
         max_total_tokens=args.max_total_tokens,

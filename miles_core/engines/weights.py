@@ -1,4 +1,4 @@
-"""Weights of a dense decoder, read from safetensors, with q/k/v and gate/up fused.
+"""Weights of a dense decoder with q/k/v and gate/up fused, filled from Hugging Face tensors.
 
 Matrices are kept as [in, out], the transpose of the files': with the few rows of a decoding step,
 x @ W is then up to twice as fast on a CPU as with [out, in].
@@ -7,16 +7,19 @@ x @ W is then up to twice as fast on a CPU as with [out, in].
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from miles_core.engines.shape import ModelDirectoryError, ModelShape, read_json, read_shape
+from miles_core.engines.shape import ModelShape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+HEAD = "lm_head.weight"
+
+
+class WeightError(ValueError):
+    """A tensor that does not belong to the model, or a set of them that is no whole model."""
 
 
 @dataclass(frozen=True)
@@ -38,151 +41,212 @@ class Layer:
 
 @dataclass(frozen=True)
 class Weights:
-    """All weights of a model: `embedding` is [vocab, hidden], `head` is [hidden, vocab]."""
+    """All weights of a model: `embedding` is [vocab, hidden], `head` is [hidden, vocab].
+
+    `norms` are the scales of all norms as they were given, by their names.
+    """
 
     embedding: torch.Tensor
     layers: list[Layer]
     norm: torch.Tensor
     head: torch.Tensor
+    norms: dict[str, torch.Tensor]
 
 
-class _Reader:
-    """Named tensors of a directory, with their shapes checked."""
+@dataclass(frozen=True)
+class Slot:
+    """Where a Hugging Face tensor of `size` goes: field `field` of a layer (None: of the model).
 
-    def __init__(self, directory: Path, dtype: torch.dtype) -> None:
-        self.directory = directory
-        self.dtype = dtype
-        self.files: dict[Path, Any] = {}
-        self.where = self._index()
-
-    def _index(self) -> dict[str, Path]:
-        index = self.directory / "model.safetensors.index.json"
-        if index.exists():
-            names = read_json(index).get("weight_map")
-            if not isinstance(names, dict):
-                raise ModelDirectoryError(f"{index}: field weight_map must be an object")
-            return {name: self.directory / file for name, file in names.items()}
-        single = self.directory / "model.safetensors"
-        if not single.exists():
-            raise ModelDirectoryError(
-                f"{self.directory} holds neither model.safetensors nor {index.name}",
-                "give a Hugging Face model directory with safetensors weights",
-            )
-        return dict.fromkeys(self._open(single).keys(), single)
-
-    def _open(self, path: Path) -> Any:
-        if path not in self.files:
-            try:
-                self.files[path] = safe_open(path, framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise ModelDirectoryError(f"{path} cannot be read: {error}") from error
-        return self.files[path]
-
-    def get(self, name: str, *size: int) -> torch.Tensor:
-        """A tensor of that name and size, as a private copy in the engine's type."""
-        path = self.where.get(name)
-        if path is None:
-            raise ModelDirectoryError(f"{self.directory}: tensor {name} is missing")
-        try:
-            tensor = self._open(path).get_tensor(name)
-        except SafetensorError as error:
-            raise ModelDirectoryError(f"{path}: tensor {name}: {error}") from error
-        if tuple(tensor.shape) != size:
-            raise ModelDirectoryError(
-                f"{path}: tensor {name} has shape {tuple(tensor.shape)}, expected {size}"
-            )
-        return tensor.to(self.dtype, copy=True)
-
-
-def _transposed(*matrices: torch.Tensor) -> torch.Tensor:
-    """[in, outs] of matrices [out, in] that read the same input."""
-    return torch.cat(matrices).t().contiguous()
-
-
-def _norm(reader: _Reader, name: str, size: int) -> torch.Tensor:
-    """The scale of a norm over `size` values, times the root of `size`."""
-    return reader.get(name, size).float() * math.sqrt(size)
-
-
-def _qk_norm(reader: _Reader, shape: ModelShape, attention: str) -> torch.Tensor | None:
-    if not shape.qk_norm:
-        return None
-    q = _norm(reader, attention + "q_norm.weight", shape.head_dim)
-    k = _norm(reader, attention + "k_norm.weight", shape.head_dim)
-    return torch.cat([q.expand(shape.heads, -1), k.expand(shape.kv_heads, -1)])
-
-
-def _layer(reader: _Reader, shape: ModelShape, index: int) -> Layer:
-    prefix = f"model.layers.{index}."
-    hidden, inner = shape.hidden, shape.intermediate
-    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    attention = prefix + "self_attn."
-    return Layer(
-        input_norm=_norm(reader, prefix + "input_layernorm.weight", hidden),
-        qkv=_transposed(
-            reader.get(attention + "q_proj.weight", q, hidden),
-            reader.get(attention + "k_proj.weight", kv, hidden),
-            reader.get(attention + "v_proj.weight", kv, hidden),
-        ),
-        qk_norm=_qk_norm(reader, shape, attention),
-        out=_transposed(reader.get(attention + "o_proj.weight", hidden, q)),
-        post_norm=_norm(reader, prefix + "post_attention_layernorm.weight", hidden),
-        gate_up=_transposed(
-            reader.get(prefix + "mlp.gate_proj.weight", inner, hidden),
-            reader.get(prefix + "mlp.up_proj.weight", inner, hidden),
-        ),
-        down=_transposed(reader.get(prefix + "mlp.down_proj.weight", hidden, inner)),
-    )
-
-
-def load_weights(directory: Path, shape: ModelShape, dtype: torch.dtype) -> Weights:
-    """Read every weight of `directory`, whose configuration must have the sizes of `shape`.
-
-    Nothing is kept of a directory that is incomplete, of other sizes, or not finite.
-
-    Raises:
-        ModelDirectoryError: naming the file and the field or tensor that is wrong.
+    A matrix fills the columns from `first` on; a scale the rows from `first` on, each of them.
     """
-    found = read_shape(directory)
-    if found != shape:
-        differing = [
-            name
-            for name in shape.__dataclass_fields__
-            if getattr(found, name) != getattr(shape, name)
-        ]
-        raise ModelDirectoryError(
-            f"{directory / 'config.json'}: {', '.join(differing)} differ from the served model"
-        )
-    reader = _Reader(directory, dtype)
-    embedding = reader.get("model.embed_tokens.weight", shape.vocab, shape.hidden)
-    head = embedding
+
+    layer: int | None
+    field: str
+    size: tuple[int, ...]
+    first: int = 0
+    rows: int = 0
+
+
+def slots(shape: ModelShape) -> dict[str, Slot]:
+    """Every tensor of the model by its Hugging Face name."""
+    hidden, inner, head = shape.hidden, shape.intermediate, shape.head_dim
+    q, kv = shape.heads * head, shape.kv_heads * head
+    found = {"model.embed_tokens.weight": Slot(None, "embedding", (shape.vocab, hidden))}
+    for i in range(shape.layers):
+        table = {
+            "input_layernorm": Slot(i, "input_norm", (hidden,)),
+            "self_attn.q_proj": Slot(i, "qkv", (q, hidden)),
+            "self_attn.k_proj": Slot(i, "qkv", (kv, hidden), q),
+            "self_attn.v_proj": Slot(i, "qkv", (kv, hidden), q + kv),
+            "self_attn.o_proj": Slot(i, "out", (hidden, q)),
+            "post_attention_layernorm": Slot(i, "post_norm", (hidden,)),
+            "mlp.gate_proj": Slot(i, "gate_up", (inner, hidden)),
+            "mlp.up_proj": Slot(i, "gate_up", (inner, hidden), inner),
+            "mlp.down_proj": Slot(i, "down", (hidden, inner)),
+        }
+        if shape.qk_norm:
+            table["self_attn.q_norm"] = Slot(i, "qk_norm", (head,), 0, shape.heads)
+            table["self_attn.k_norm"] = Slot(i, "qk_norm", (head,), shape.heads, shape.kv_heads)
+        for name, slot in table.items():
+            found[f"model.layers.{i}.{name}.weight"] = slot
+    found["model.norm.weight"] = Slot(None, "norm", (hidden,))
     if not shape.tied:
-        head = reader.get("lm_head.weight", shape.vocab, shape.hidden)
-    weights = Weights(
-        embedding=embedding,
-        layers=[_layer(reader, shape, index) for index in range(shape.layers)],
-        norm=_norm(reader, "model.norm.weight", shape.hidden),
-        head=_transposed(head),
-    )
-    _check_finite(weights, directory)
-    return weights
+        found[HEAD] = Slot(None, "head", (shape.vocab, hidden))
+    return found
 
 
-def _check_finite(weights: Weights, directory: Path) -> None:
-    tensors = {"embedding": weights.embedding, "norm": weights.norm, "head": weights.head}
-    for index, layer in enumerate(weights.layers):
-        for name in (
-            "qkv",
-            "out",
-            "gate_up",
-            "down",
-            "input_norm",
-            "post_norm",
-            "qk_norm",
-        ):
-            if getattr(layer, name) is not None:
-                tensors[f"layer {index} {name}"] = getattr(layer, name)
-    for name, tensor in tensors.items():
+def _field_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    hidden, inner, head = shape.hidden, shape.intermediate, shape.head_dim
+    q, kv = shape.heads * head, shape.kv_heads * head
+    return {
+        "embedding": (shape.vocab, hidden),
+        "head": (hidden, shape.vocab),
+        "norm": (hidden,),
+        "input_norm": (hidden,),
+        "post_norm": (hidden,),
+        "qkv": (hidden, q + 2 * kv),
+        "qk_norm": (shape.heads + shape.kv_heads, head),
+        "out": (q, hidden),
+        "gate_up": (hidden, 2 * inner),
+        "down": (inner, hidden),
+    }
+
+
+class Staging:
+    """Weights that are being filled, beside those that are served.
+
+    With `base` every tensor that is not given stays as it is there, and fused matrices are copied
+    only when a part of them is given. Without it all tensors must be given.
+    """
+
+    def __init__(self, shape: ModelShape, dtype: torch.dtype, base: Weights | None = None) -> None:
+        self._shape = shape
+        self._dtype = dtype
+        self._base = base
+        self._slots = slots(shape)
+        self._sizes = _field_sizes(shape)
+        self._fields: dict[tuple[int | None, str], torch.Tensor] = {}
+        self._norms: dict[str, torch.Tensor] = {}
+        self.given: set[str] = set()
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        """Take a tensor's values.
+
+        Raises WeightError for an unknown name, a second value, another size, or a value that is
+        not finite.
+        """
+        if name == HEAD and self._shape.tied:
+            return
+        slot = self._slots.get(name)
+        if slot is None:
+            raise WeightError(f"tensor {name} is not one of the model's")
+        if name in self.given:
+            raise WeightError(f"tensor {name} was given twice")
+        if tuple(tensor.shape) != slot.size:
+            raise WeightError(
+                f"tensor {name} has shape {tuple(tensor.shape)}, expected {slot.size}"
+            )
         # A sum is finite only if no element is infinite or NaN, and needs no second array.
         if not torch.isfinite(tensor.sum(dtype=torch.float64)):
-            raise ModelDirectoryError(f"{directory}: {name} holds values that are not finite")
+            raise WeightError(f"tensor {name} holds values that are not finite")
+        self._fill(name, slot, tensor)
+        self.given.add(name)
+
+    def _fill(self, name: str, slot: Slot, tensor: torch.Tensor) -> None:
+        target = self._field(slot.layer, slot.field)
+        if slot.field == "embedding":
+            target.copy_(tensor)
+        elif len(slot.size) == 2:
+            target[:, slot.first : slot.first + slot.size[0]].copy_(tensor.t())
+        else:
+            # A copy even of the same type: the tensor is in the sender's memory.
+            self._norms[name] = tensor.to(self._dtype, copy=True)
+            target[_rows(slot)] = _scale(self._norms[name])
+
+    def _field(self, layer: int | None, name: str) -> torch.Tensor:
+        """The tensor that a field's values go to, made when it is first asked for."""
+        field = self._fields.get((layer, name))
+        if field is None:
+            dtype = torch.float32 if "norm" in name else self._dtype
+            field = torch.empty(self._sizes[name], dtype=dtype)
+            if self._base is not None:
+                field.copy_(getattr(_owner(self._base, layer), name))
+            self._fields[layer, name] = field
+        return field
+
+    def missing(self) -> list[str]:
+        """Tensors of the model that neither were given nor are in the base."""
+        return [] if self._base is not None else sorted(self._slots.keys() - self.given)
+
+    def finish(self) -> Weights:
+        """The weights. Raises WeightError when a tensor is missing."""
+        missing = self.missing()
+        if missing:
+            raise WeightError(f"tensor {missing[0]} is missing ({len(missing)} of the model are)")
+        base = self._base
+
+        def field(layer: int | None, name: str) -> torch.Tensor:
+            found = self._fields.get((layer, name))
+            if found is not None or base is None:
+                assert found is not None, name
+                return found
+            served: torch.Tensor = getattr(_owner(base, layer), name)
+            return served
+
+        if self._shape.tied and (base is None or (None, "embedding") in self._fields):
+            embedding = field(None, "embedding")
+            self._fields[None, "head"] = embedding.t().contiguous()
+        layers = [
+            Layer(
+                input_norm=field(i, "input_norm"),
+                qkv=field(i, "qkv"),
+                qk_norm=field(i, "qk_norm") if self._shape.qk_norm else None,
+                out=field(i, "out"),
+                post_norm=field(i, "post_norm"),
+                gate_up=field(i, "gate_up"),
+                down=field(i, "down"),
+            )
+            for i in range(self._shape.layers)
+        ]
+        return Weights(
+            embedding=field(None, "embedding"),
+            layers=layers,
+            norm=field(None, "norm"),
+            head=field(None, "head"),
+            norms={**({} if base is None else base.norms), **self._norms},
+        )
+
+
+def hf_tensors(weights: Weights, shape: ModelShape) -> Iterator[tuple[str, torch.Tensor]]:
+    """The served weights as Hugging Face tensors, in the engine's type.
+
+    Raises WeightError for a scale that is served but is not the one that was given.
+    """
+    for name, slot in slots(shape).items():
+        served = getattr(_owner(weights, slot.layer), slot.field)
+        if slot.field == "embedding":
+            yield name, served
+        elif len(slot.size) == 2:
+            yield name, served[:, slot.first : slot.first + slot.size[0]].t()
+        else:
+            given = weights.norms[name]
+            part = served[_rows(slot)]
+            if not torch.equal(part, _scale(given).expand(part.shape)):
+                raise WeightError(f"tensor {name} is not served as it was given")
+            yield name, given
+    if shape.tied and not torch.equal(weights.head, weights.embedding.t()):
+        raise WeightError("the tied head differs from the embedding")
+
+
+def _owner(weights: Weights, layer: int | None) -> Weights | Layer:
+    return weights if layer is None else weights.layers[layer]
+
+
+def _rows(slot: Slot) -> slice:
+    """The rows of a scale that a tensor fills: all of a vector."""
+    return slice(slot.first, slot.first + slot.rows) if slot.rows else slice(None)
+
+
+def _scale(given: torch.Tensor) -> torch.Tensor:
+    """The scale of a norm over n values, times the root of n."""
+    return given.float() * math.sqrt(len(given))

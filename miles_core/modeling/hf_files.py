@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from miles_core.modeling.weight_stream import Entry, WeightStream
+from miles_core.weights.digest import tensor_digest
 
 SHARD_BYTES = 4 << 30
 _KINDS = {
@@ -20,24 +21,28 @@ _KINDS = {
 }
 
 
-def write_hf(directory: Path, stream: WeightStream, shard_bytes: int = SHARD_BYTES) -> None:
+def write_hf(
+    directory: Path, stream: WeightStream, shard_bytes: int = SHARD_BYTES
+) -> dict[str, str]:
     """Write all weights of a stream as safetensors files, a bucket in memory at a time.
 
     A file ends after the bucket with which it passes `shard_bytes`; several files have an index.
-    The dtype in config.json (already there) is brought in line. Collective: rank 0 writes, the
-    others send; only rank 0 uses `directory`.
+    The dtype in config.json (already there) is brought in line. Collective: rank 0 writes and
+    answers the digest of each tensor, the others send; only rank 0 uses `directory`.
     """
     if dist.get_rank() != 0:
         for number in range(len(stream.buckets)):
             stream.collect(number, None)
-        return
+        return {}
+    digests: dict[str, str] = {}
     files = _files(stream, shard_bytes)
     into = torch.empty(stream.largest, dtype=torch.uint8)
     for name, numbers in files.items():
         with open(directory / name, "wb") as file:
             file.write(_header([entry for n in numbers for entry in stream.buckets[n]]))
             for number in numbers:
-                for _, tensor in stream.collect(number, into):
+                for tensor_name, tensor in stream.collect(number, into):
+                    digests[tensor_name] = tensor_digest(tensor)
                     file.write(memoryview(tensor.flatten().view(torch.uint8).numpy()))
     if len(files) > 1:
         _write_index(directory, stream, files)
@@ -46,6 +51,7 @@ def write_hf(directory: Path, stream: WeightStream, shard_bytes: int = SHARD_BYT
     config.pop("torch_dtype", None)
     config["dtype"] = str(stream.buckets[0][0].dtype).removeprefix("torch.")
     path.write_text(json.dumps(config, indent=2) + "\n")
+    return digests
 
 
 def _files(stream: WeightStream, shard_bytes: int) -> dict[str, list[int]]:

@@ -49,6 +49,8 @@ ALLOWED = frozenset(
         "training.trainer_threads",
         "training.max_nonfinite_steps",
         "training.update_weight_buffer_size",
+        "training.update_weight_transport",
+        "training.check_weight_update_equal",
         "checkpoint.save_interval",
         "cluster.ray_address",
         "cluster.stall_seconds",

@@ -24,6 +24,7 @@ from miles_core.sessions.errors import ApiError, session_lost
 from miles_core.sessions.json_body import read_json
 from miles_core.sessions.protocol import SessionCreated, SessionRequest
 from miles_core.sessions.responses import CallResponse, json_response
+from miles_core.sessions.routing import EngineList
 from miles_core.sessions.samples import Snapshot, cut_samples
 
 log = logging.getLogger("miles.sessions")
@@ -49,6 +50,7 @@ class SessionApp:
         return Starlette(
             routes=[
                 Route("/health", self.health),
+                Route("/engines", self.engines, methods=["PUT"]),
                 Route("/sessions", self.create, methods=["POST"]),
                 Route(f"{one}/v1/chat/completions", self.completions, methods=["POST"]),
                 Route(f"{one}/v1/models", self.models),
@@ -104,6 +106,16 @@ class SessionApp:
                 "running": sum(len(session.calls.running) for session in self.store),
             }
         )
+
+    async def engines(self, request: Request) -> Response:
+        """Replace the list of engines; calls that wait for one go on."""
+        self._authorise(request)
+        try:
+            wanted = EngineList.model_validate_json(await _body(request))
+        except ValidationError as error:
+            raise ApiError(400, "invalid_value", str(error)) from error
+        self.chat.engine.engines.replace(wanted)
+        return Response(status_code=204)
 
     async def create(self, request: Request) -> Response:
         self._authorise(request)

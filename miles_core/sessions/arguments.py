@@ -39,9 +39,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--engine-url",
         action="append",
-        required=True,
+        default=[],
         type=_engine_url,
-        help="engine or router; repeatable",
+        help="engine or router; repeatable. Without any, calls wait for PUT /engines",
     )
     parser.add_argument(
         "--chat-family", default="auto", help=f"chat family: auto, {', '.join(FAMILIES)}"

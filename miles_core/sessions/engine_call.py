@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from miles_core.sessions.generation import (
     ids_so_far,
     read_generation,
 )
+from miles_core.sessions.routing import Engines
 
 # How often a stream is looked at, and how many events it may have, about: engines repeat the whole
 # answer with each event.
@@ -29,6 +29,12 @@ _EVENTS = 512
 _CONNECT_S = 5.0
 _ABORT_S = 3.0
 _LONGEST_EVENT = 256 * 2**20
+# How many engines may break off one call: the call itself may be what breaks them.
+_BROKEN_OFF = 2
+
+
+class EngineUnable(EngineFailure):
+    """The engine cannot serve now; another may be asked."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,7 @@ class EngineCaller:
     """
 
     def __init__(self, urls: list[str], timeout_s: float) -> None:
-        self._urls = [url.rstrip("/") for url in urls]
+        self.engines = Engines(urls)
         self._timeout_s = timeout_s
         self._http: aiohttp.ClientSession | None = None
 
@@ -79,44 +85,53 @@ class EngineCaller:
             )
         return self._http
 
-    def urls_for(self, key: str) -> list[str]:
-        """All engines, a session's own first: others serve it while that one is unreachable.
-
-        Rendezvous hashing (Thaler and Ravishankar, 1998): a changed list moves few sessions.
-        """
-        return sorted(self._urls, key=lambda url: hashlib.sha256(f"{key} {url}".encode()).digest())
-
     async def generate(
         self, request: EngineRequest, on_ids: Callable[[list[int]], None] | None = None
     ) -> Generation:
         """Sample a continuation; raises `EngineFailure`, `ContextRefused`.
 
         With `on_ids` the answer is streamed, and its ids so far are reported now and then. A call
-        that is cancelled or takes too long is aborted at the engine.
+        that is cancelled or takes too long is aborted at the engine. An engine that cannot be
+        reached, breaks off before anything was reported, or cannot serve, is not asked again:
+        another one is.
         """
-        for number, url in enumerate(urls := self.urls_for(request.key), 1):
+        failed: set[str] = set()
+        reported = False
+        last = EngineFailure("there is no engine that serves the current weights", 503)
+
+        def report(ids: list[int]) -> None:
+            nonlocal reported
+            assert on_ids is not None
+            reported = True
+            on_ids(ids)
+
+        while (url := await self.engines.next(request.key, failed)) is not None:
+            failed.add(url)
             try:
-                return await self._generate_at(url, request, on_ids)
+                return await self._generate_at(url, request, report if on_ids else None)
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-                # Nothing was sent: another engine may be asked.
-                if number == len(urls):
-                    raise EngineFailure(f"engine {url} cannot be reached: {error}") from error
+                last = EngineFailure(f"engine {url} cannot be reached: {error}")
             except TimeoutError as error:
                 await self._abort(url, request.rid)
                 raise EngineFailure(
                     f"engine {url} did not answer in {self._timeout_s:g} s", 503
                 ) from error
             except aiohttp.ClientError as error:
-                raise EngineFailure(f"engine {url} broke off: {error!r}") from error
+                last = EngineFailure(f"engine {url} broke off: {error!r}")
+                if reported or len(failed) > _BROKEN_OFF:
+                    raise last from error
+            except EngineUnable as error:
+                last = error
             except asyncio.CancelledError:
                 await asyncio.shield(self._abort(url, request.rid))
                 raise
-        raise AssertionError("unreachable: the loop returns or raises")
+        raise last
 
     async def _generate_at(
         self, url: str, request: EngineRequest, on_ids: Callable[[list[int]], None] | None
     ) -> Generation:
         # The key only has to be equal for equal sessions: the secret stays here.
+        version = self.engines.weight_version
         headers = {"content-type": "application/json", "X-SMG-Routing-Key": request.key}
         data = request.body(stream=on_ids is not None)
         async with self._session().post(f"{url}/generate", data=data, headers=headers) as response:
@@ -124,8 +139,9 @@ class EngineCaller:
                 text = (await response.text(errors="replace"))[:500]
                 if response.status == 400 and "context length" in text:
                     raise ContextRefused(text)
+                kind = EngineUnable if response.status == 503 else EngineFailure
                 status = 503 if response.status in (429, 503) else 502
-                raise EngineFailure(f"engine {url} answered {response.status}: {text}", status)
+                raise kind(f"engine {url} answered {response.status}: {text}", status)
             if on_ids is None:
                 content = await response.read()
             else:
@@ -134,12 +150,18 @@ class EngineCaller:
             answer = orjson.loads(content)
         except orjson.JSONDecodeError as error:
             raise EngineFailure(f"engine {url} answered no JSON") from error
-        return read_generation(
+        generation = read_generation(
             answer,
             request.sampling_params["max_new_tokens"],
             len(request.input_ids),
             request.experts,
         )
+        if generation.versions[-1][0] < version:
+            # Such as an engine that somebody started anew, with the weights it began with.
+            raise EngineUnable(
+                f"engine {url} serves version {generation.versions[-1][0]}, not {version}", 503
+            )
+        return generation
 
     async def _abort(self, url: str, rid: str) -> None:
         """Ask the engine to stop `rid`; one that cannot be reached is not waited for."""

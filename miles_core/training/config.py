@@ -90,7 +90,15 @@ class TrainerConfig:
 
 def trainer_config(training: TrainingConfig, seed: int, temperature: float) -> TrainerConfig:
     """The trainer's configuration from the sections of a run's."""
-    values = training.model_dump(exclude={"num_trainer_ranks", "trainer_threads", "train_dtype"})
+    values = training.model_dump(
+        exclude={
+            "num_trainer_ranks",
+            "trainer_threads",
+            "train_dtype",
+            "update_weight_transport",
+            "check_weight_update_equal",
+        }
+    )
     values["target_modules"] = tuple(training.target_modules)
     return TrainerConfig(
         seed=seed,

@@ -6,19 +6,21 @@ tells the engines, between the calls, what to read.
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from miles_core.modeling import parallel
 from miles_core.modeling.gpt import PolicyModel
 from miles_core.modeling.hf_config import ModelSpec
 from miles_core.modeling.weight_stream import NamedTensor, WeightStream
 from miles_core.weights.digest import tensor_digest
 from miles_core.weights.group import WeightGroup, host_store
-from miles_core.weights.shared import SharedBuffer, payload
+from miles_core.weights.shared import SharedBuffer, machine_id, payload, room
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class WeightSender:
@@ -28,6 +30,7 @@ class WeightSender:
         self._bucket_size = bucket_size
         self._model: PolicyModel | None = None
         self._spec: ModelSpec | None = None
+        self._plans: dict[tuple[str | None, bool], WeightStream] = {}
         self._stream: WeightStream | None = None
         self._shared: SharedBuffer | None = None
         self._store: dist.TCPStore | None = None
@@ -37,25 +40,34 @@ class WeightSender:
     def attach(self, model: PolicyModel, spec: ModelSpec) -> None:
         """Name the model whose weights are sent."""
         self._model, self._spec = model, spec
+        self._plans = {}
 
     def stream(self, dtype: str | None = None, changed_only: bool = False) -> WeightStream:
-        """The weights in buckets; `changed_only` leaves out those that training cannot change."""
+        """The weights in buckets; `changed_only` leaves out those that training cannot change.
+
+        Collective when it is first asked for.
+        """
         if self._model is None or self._spec is None:
             raise RuntimeError("the trainer has no model yet; call init first")
-        kind = None if dtype is None else DTYPES[dtype]
-        only = _changing(self._model) if changed_only else None
-        return WeightStream(self._model, self._spec, self._bucket_size, kind, only)
+        plan = self._plans.get((dtype, changed_only))
+        if plan is None:
+            kind = None if dtype is None else DTYPES[dtype]
+            only = _changing(self._model) if changed_only else None
+            plan = WeightStream(self._model, self._spec, self._bucket_size, kind, only)
+            self._plans[dtype, changed_only] = plan
+        return plan
 
     def begin(self, dtype: str | None = None, changed_only: bool = False) -> dict[str, Any]:
-        """Plan a push: `buckets`, each with [name, shape, dtype] of its tensors, and `bytes`, the
-        size of the largest. A push that was left unfinished is given up."""
+        """Plan a push: `buckets`, each with (name, shape, dtype) of its tensors, and `total`, the
+        bytes of all of them. A push that was left unfinished is given up."""
         self.end()
         self._stream = stream = self.stream(dtype, changed_only)
         buckets = [
             [(e.name, list(e.shape), str(e.dtype).removeprefix("torch.")) for e in bucket]
             for bucket in stream.buckets
         ]
-        return {"buckets": buckets, "bytes": stream.largest}
+        total = sum(entry.size for bucket in stream.buckets for entry in bucket)
+        return {"buckets": buckets, "total": total}
 
     def share(self, number: int, readers: int) -> dict[str, Any]:
         """Put a bucket into shared memory, where it stays until the next call.
@@ -75,23 +87,43 @@ class WeightSender:
             "digests": _digests(tensors),
         }
 
-    def host(self, engines: int, timeout_s: float) -> int:
-        """Open the place where the ranks of a group with the engines meet; its port."""
-        if dist.get_rank() != 0:
-            return 0
-        self._store = host_store(engines + 1, timeout_s)
-        return self._store.port
+    def machine(self, dtype: str | None = None) -> dict[str, Any]:
+        """Of rank 0: the id of its `machine`, the `room` in its shared memory, the bytes of the
+        `largest` bucket, and whether the weights lie on a GPU (`cuda`)."""
+        return {
+            "machine": machine_id(),
+            "room": room(),
+            "largest": self.stream(dtype).largest,
+            "cuda": parallel.device().type == "cuda",
+        }
 
-    def join(self, name: str, engines: int, backend: str, timeout_s: float) -> None:
-        """Make that group, once all engines come too. Raises RuntimeError when they do not."""
-        if dist.get_rank() == 0:
-            assert self._store is not None, "call host first"
+    def frozen(self) -> bool:
+        """Whether there are weights that training cannot change."""
+        some, every = self.stream(changed_only=True).buckets, self.stream().buckets
+        return sum(map(len, some)) < sum(map(len, every))
+
+    def host(self, engines: int, timeout_s: float) -> tuple[str, int]:
+        """Open the place where the ranks of a group with the engines meet; address and port."""
+        if dist.get_rank() != 0:
+            return "", 0
+        self._store = host_store(engines + 1, timeout_s)
+        return _address(), self._store.port
+
+    def join(self, name: str, engines: int, backend: str, timeout_s: float) -> dict[str, Any]:
+        """Make that group, once all engines come too; `broken` says why it was not made."""
+        if dist.get_rank() != 0:
+            return {}
+        assert self._store is not None, "call host first"
+        try:
             self._group = WeightGroup(self._store, name, 0, engines + 1, backend, timeout_s)
+        except RuntimeError as error:
+            return {"broken": str(error)}
+        return {}
 
     def broadcast(self, number: int) -> dict[str, Any]:
         """Send a bucket to the engines of the group, tensor by tensor; the `digests` by name.
 
-        Raises RuntimeError when an engine is gone; the group is of no use then.
+        `broken` says why it failed, as when an engine is gone; the group is of no use then.
         """
         stream = self._planned()
         if dist.get_rank() != 0:
@@ -101,7 +133,10 @@ class WeightSender:
         if self._buffer is None:
             self._buffer = torch.empty(stream.largest, dtype=torch.uint8, device=self._group.device)
         tensors = stream.collect(number, self._buffer)
-        self._group.broadcast([tensor for _, tensor in tensors])
+        try:
+            self._group.broadcast([tensor for _, tensor in tensors])
+        except RuntimeError as error:
+            return {"broken": str(error)}
         return {"digests": _digests(tensors)}
 
     def end(self) -> None:
@@ -114,6 +149,16 @@ class WeightSender:
         if self._stream is None:
             raise RuntimeError("no push has begun")
         return self._stream
+
+
+def _address() -> str:
+    """The address by which other machines reach this one; loopback where there is no other."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # nothing is sent; the kernel picks a route
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])
 
 
 def _digests(tensors: list[NamedTensor]) -> dict[str, str]:

@@ -72,7 +72,7 @@ class TrainerWorker:
         self._policy: Policy | None = None
         self._critic: Critic | None = None
         self._hf_files = Path()
-        self.weights = WeightSender(config.update_weight_buffer_size)
+        self._weights = WeightSender(config.update_weight_buffer_size)
 
     def init(
         self, load: str, ref_load: str | None = None, critic_load: str | None = None
@@ -128,7 +128,7 @@ class TrainerWorker:
         if fault is not None:
             raise ValueError(fault)
         self._policy = Policy(self._config, self._spec)
-        self.weights.attach(self._policy.model, self._spec)
+        self._weights.attach(self._policy.model, self._spec)
         if self._config.advantage_estimator == "ppo":
             self._critic = Critic(self._config, self._spec)
         return self._policy
@@ -228,12 +228,13 @@ class TrainerWorker:
             describe_adapters(self.policy, directory)
         dist.barrier()
 
-    def export_hf(self, directory: str, dtype: str | None = None) -> None:
+    def export_hf(self, directory: str, dtype: str | None = None) -> dict[str, str]:
         """Rank 0 writes a Hugging Face directory; it replaces what is there when complete.
 
-        `dtype` (float32, bfloat16, float16) converts the parameters.
+        `dtype` (float32, bfloat16) converts the parameters. The digest of each tensor, on rank 0.
         """
-        stream = self.weights.stream(dtype)
+        stream = self._weights.stream(dtype)
+        digests: dict[str, str] = {}
         if self._layout.rank != 0:
             write_hf(Path(), stream)
         else:
@@ -242,11 +243,19 @@ class TrainerWorker:
             temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
             shutil.rmtree(temporary, ignore_errors=True)
             self._copy_hf_files(temporary)
-            write_hf(temporary, stream)
+            digests = write_hf(temporary, stream)
             if target.exists():
                 shutil.rmtree(target)
             os.replace(temporary, target)
         dist.barrier()
+        return digests
+
+    def push_weights(self, action: str, *args: Any) -> Any:
+        """A step of a weight push, one of the public methods of WeightSender, or `write` for
+        `export_hf`. The answer is rank 0's."""
+        if action == "write":
+            return self.export_hf(*args)
+        return getattr(self._weights, action)(*args)
 
     def _copy_hf_files(self, target: Path) -> None:
         """Configuration and tokenizer, without the weights."""
@@ -254,6 +263,6 @@ class TrainerWorker:
 
     def close(self) -> None:
         """Leave the process groups."""
-        self.weights.end()
+        self._weights.end()
         self._policy = self._critic = None
         parallel.stop()

@@ -61,6 +61,11 @@ def room() -> int:
         return 0
 
 
+def machine_id() -> str:
+    """The same for all processes that share this machine's memory, until it is booted again."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
 class SharedBuffer:
     """`size` bytes of shared memory, zero at first. `close` frees them, once for all readers."""
 

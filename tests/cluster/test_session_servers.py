@@ -66,8 +66,9 @@ async def test_a_server_that_dies_comes_back_with_its_samples(
         small_config, tmp_path / "services", str(tokenizer), TOKEN, told.append
     )
     try:
-        servers.start([engine.url])
+        servers.start()
         urls = await servers.wait(60)
+        await servers.route([engine.url], int(engine.version))
         assert len(set(urls)) == 2 == len(set(servers.instances))
         client = SessionClient(urls, TOKEN)
         one, other = await client.create(400), await client.create(400)
@@ -102,7 +103,7 @@ async def test_a_server_that_dies_again_and_again_ends_the_attempt(
         small_config, tmp_path / "services", str(tokenizer), TOKEN, told.append
     )
     try:
-        servers.start([engine.url])
+        servers.start()
         (url,) = await servers.wait(60)
         for number in range(MOST_RESTARTS):
             os.kill(pid_of(tmp_path, url), signal.SIGKILL)

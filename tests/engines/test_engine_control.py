@@ -61,6 +61,15 @@ async def post(url: str, route: str, body: dict[str, Any]) -> httpx.Response:
         return await http.post(url + route, json=body)
 
 
+async def update(client: EngineClient, directory: Path, version: int, mode: str = "abort") -> None:
+    """Load a directory in a pause."""
+    await client.pause(mode)
+    try:
+        await client.load(directory, version)
+    finally:
+        await client.resume()
+
+
 async def test_abort_returns_what_there_is(server: Any, client: EngineClient) -> None:
     running = asyncio.create_task(client.generate(PROMPT, LONG, rid="to-abort"))
     other = asyncio.create_task(client.generate(PROMPT[:5], {**SHORT, "max_new_tokens": 100}))
@@ -115,7 +124,7 @@ async def test_an_update_under_load_gives_spans(
     version = await client.weight_version()
     running = asyncio.create_task(client.generate(PROMPT, LONG))
     await until(server.url, lambda state: state["num_running_reqs"] == 1)
-    await client.update_weights(models["newer"], version + 1, mode="in_place")
+    await update(client, models["newer"], version + 1, mode="in_place")
     meta = (await running)["meta_info"]
     spans = meta["weight_versions"]
     assert [span["version"] for span in spans] == [str(version), str(version + 1)]
@@ -125,7 +134,7 @@ async def test_an_update_under_load_gives_spans(
     new = await client.generate(PROMPT, {**SHORT, "max_new_tokens": 20})
     assert new["meta_info"]["cached_tokens"] == 0
     assert new["output_ids"] != old["output_ids"]
-    await client.update_weights(models["qwen3"], version + 2)
+    await update(client, models["qwen3"], version + 2)
     again = await client.generate(PROMPT, {**SHORT, "max_new_tokens": 20})
     assert again["output_ids"] == old["output_ids"]
 
@@ -154,7 +163,7 @@ async def test_a_failed_update_keeps_weights_and_continues(
     before = await client.generate(PROMPT, SHORT)
     version = await client.weight_version()
     with pytest.raises(EngineError, match="400"):
-        await client.update_weights(_broken(models, tmp_path, kind), version + 1)
+        await update(client, _broken(models, tmp_path, kind), version + 1)
     assert not (await info(server.url))["paused"]
     after = await client.generate(PROMPT, SHORT)
     assert after["output_ids"] == before["output_ids"]
@@ -165,7 +174,7 @@ async def test_a_model_of_other_sizes_is_refused(
     client: EngineClient, models: dict[str, Path]
 ) -> None:
     with pytest.raises(EngineError, match="differ from the served model"):
-        await client.update_weights(models["llama"], 99)
+        await update(client, models["llama"], 99)
 
 
 async def test_no_token_inside_a_weight_window(server: Any, client: EngineClient) -> None:
@@ -215,7 +224,7 @@ async def test_versions_that_differ_are_an_error(
     server: Any, shared_server: Any, models: dict[str, Path]
 ) -> None:
     async with EngineClient([server.url, shared_server.url]) as both:
-        await both.update_weights(models["qwen3"], 500)
+        await update(both, models["qwen3"], 500)
         assert await both.weight_version() == 500
         body = {"model_path": str(models["qwen3"]), "weight_version": "501"}
         await post(server.url, "/update_weights_from_disk", body)
