@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import io
-import os
+import mmap
 import pickle
 import shutil
 from collections.abc import Sequence
@@ -77,10 +77,17 @@ class SharedBuffer:
         self.bytes = torch.empty(0, dtype=torch.uint8).set_(storage)
 
     def close(self) -> None:
-        """Free the memory when the last view is gone; a payload cannot be read any more."""
+        """Give the memory back, also where a reader never took its payload and so keeps the file
+        alive for torch, which counts readers in the first page. Who still reads then sees zeros.
+        """
         self.bytes = torch.empty(0, dtype=torch.uint8)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path)
+        with (
+            contextlib.suppress(FileNotFoundError),
+            self._path.open("r+b") as file,
+            mmap.mmap(file.fileno(), 0) as memory,
+        ):
+            if len(memory) > mmap.PAGESIZE:
+                memory.madvise(mmap.MADV_REMOVE, mmap.PAGESIZE, len(memory) - mmap.PAGESIZE)
 
 
 def payload(tensors: Sequence[NamedTensor]) -> str:
