@@ -209,7 +209,9 @@ class Broadcast(_Streamed):
         if not failed and "broken" not in answer:
             return
         if "broken" in answer:
-            gone = {t: e for t, e in failed.items() if isinstance(e, EngineGone)}
+            gone: dict[Target, EngineError] = {
+                target: error for target, error in failed.items() if isinstance(error, EngineGone)
+            }
             failed = (
                 gone
                 or failed
