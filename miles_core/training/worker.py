@@ -72,7 +72,7 @@ class TrainerWorker:
         self._policy: Policy | None = None
         self._critic: Critic | None = None
         self._hf_files = Path()
-        self._weights = WeightSender(config.update_weight_buffer_size)
+        self.weights = WeightSender(config.update_weight_buffer_size)
 
     def init(
         self, load: str, ref_load: str | None = None, critic_load: str | None = None
@@ -128,7 +128,7 @@ class TrainerWorker:
         if fault is not None:
             raise ValueError(fault)
         self._policy = Policy(self._config, self._spec)
-        self._weights.attach(self._policy.model, self._spec)
+        self.weights.attach(self._policy.model, self._spec)
         if self._config.advantage_estimator == "ppo":
             self._critic = Critic(self._config, self._spec)
         return self._policy
@@ -233,7 +233,7 @@ class TrainerWorker:
 
         `dtype` (float32, bfloat16) converts the parameters. The digest of each tensor, on rank 0.
         """
-        stream = self._weights.stream(dtype)
+        stream = self.weights.stream(dtype)
         digests: dict[str, str] = {}
         if self._layout.rank != 0:
             write_hf(Path(), stream)
@@ -255,7 +255,7 @@ class TrainerWorker:
         `export_hf`. The answer is rank 0's."""
         if action == "write":
             return self.export_hf(*args)
-        return getattr(self._weights, action)(*args)
+        return getattr(self.weights, action)(*args)
 
     def _copy_hf_files(self, target: Path) -> None:
         """Configuration and tokenizer, without the weights."""
@@ -263,6 +263,6 @@ class TrainerWorker:
 
     def close(self) -> None:
         """Leave the process groups."""
-        self._weights.end()
+        self.weights.end()
         self._policy = self._critic = None
         parallel.stop()
