@@ -194,11 +194,8 @@ class Stream:
         return {"number": number, "file": name, "size": size, "sha256": sha256, "items": items}
 
     def _add(self, file: ShardFile, weight: Weight) -> None:
-        value = weight.cut.shard([self._tensor(name) for name in weight.theirs], 0, 1)
-        shape = self._map.shapes[weight.ours]
-        if tuple(value.shape) != shape:
-            raise ValueError(f"{weight.ours} has shape {shape}, not {tuple(value.shape)}")
-        value = value.contiguous()
+        parts = self._tensor.parts(weight, self._map.shapes[weight.ours])
+        value = weight.cut.shard(parts, 0, 1).contiguous()
         for piece in self._map.pieces[weight.ours]:
             file.add(piece, value)
 

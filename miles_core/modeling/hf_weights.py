@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from miles_core.modeling import parallel
 from miles_core.modeling.families import EMBEDDING, weights
@@ -15,28 +17,88 @@ from miles_core.modeling.gpt import PolicyModel
 from miles_core.modeling.hf_config import ModelSpec
 from miles_core.modeling.mapping import Weight
 
-Lookup = Callable[[str], torch.Tensor]
+INDEX = "model.safetensors.index.json"
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class HFReader:
-    """Tensors of a Hugging Face directory by name, read when they are asked for."""
+    """Tensors of a Hugging Face directory by name, read when they are asked for.
+
+    An index says which file holds which tensor; without one all safetensors files are read. Raises
+    FileNotFoundError for a directory without weights or an index whose files are not there, and
+    ValueError, naming the file, for one that cannot be read or holds a tensor that another holds.
+    """
 
     def __init__(self, hf_dir: str | Path) -> None:
         self._dir = Path(hf_dir)
-        files = sorted(self._dir.glob("*.safetensors"))
-        if not files:
-            raise FileNotFoundError(f"{hf_dir} holds no .safetensors file")
-        self._file_of: dict[str, Path] = {}
-        for file in files:
-            with safe_open(file, framework="pt") as reader:
-                self._file_of.update(dict.fromkeys(reader.keys(), file))
+        index = self._dir / INDEX
+        self._file_of = self._from_index(index) if index.is_file() else self._from_files()
+
+    def _from_index(self, index: Path) -> dict[str, Path]:
+        try:
+            table = json.loads(index.read_text())["weight_map"]
+            file_of = {str(name): self._dir / str(file) for name, file in table.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{index}: weight_map must say which file holds which tensor"
+            ) from error
+        held = {file: set(self._open(file).keys()) for file in sorted(set(file_of.values()))}
+        for name, file in file_of.items():
+            if name not in held[file]:
+                raise ValueError(
+                    f"{file} holds no tensor {name!r}, which {index.name} says it does"
+                )
+        return file_of
+
+    def _from_files(self) -> dict[str, Path]:
+        file_of: dict[str, Path] = {}
+        for file in sorted(self._dir.glob("*.safetensors")):
+            for name in list(self._open(file).keys()):
+                if name in file_of:
+                    raise ValueError(
+                        f"both {file_of[name]} and {file} hold {name!r}, and there is no {INDEX}"
+                    )
+                file_of[name] = file
+        if not file_of:
+            raise FileNotFoundError(f"{self._dir} holds no .safetensors file")
+        return file_of
+
+    @staticmethod
+    def _open(file: Path) -> Any:
+        if not file.is_file():
+            raise FileNotFoundError(f"{file} does not exist")
+        try:
+            return safe_open(file, framework="pt")
+        except SafetensorError as error:
+            raise ValueError(f"{file} is no safetensors file: {error}") from None
 
     def __call__(self, name: str) -> torch.Tensor:
+        """Raises KeyError, naming the tensor, and ValueError for numbers that are no weights."""
         file = self._file_of.get(name)
         if file is None:
             raise KeyError(f"{self._dir} holds no tensor {name!r}")
-        with safe_open(file, framework="pt") as reader:
-            return reader.get_tensor(name)
+        with self._open(file) as reader:
+            tensor: torch.Tensor = reader.get_tensor(name)
+        if tensor.dtype not in _DTYPES:
+            raise ValueError(
+                f"{file}: {name} has {tensor.dtype}; quantised weights are not supported"
+            )
+        return tensor
+
+    def parts(self, weight: Weight, shape: Sequence[int], ranks: int = 1) -> list[torch.Tensor]:
+        """The tensors of a weight that has `shape` on each of `ranks` ranks that it is cut over.
+
+        Raises ValueError, naming file and tensor, for one of another shape.
+        """
+        wanted = weight.cut.whole([torch.empty(tuple(shape), device="meta")] * ranks)
+        parts = [self(name) for name in weight.theirs]
+        for name, part, like in zip(weight.theirs, parts, wanted, strict=True):
+            if part.shape != like.shape:
+                raise ValueError(
+                    f"{self._file_of[name]}: {name} has shape {list(part.shape)}, and by "
+                    f"config.json {list(like.shape)}"
+                )
+        return parts
 
 
 def own_tensors(model: PolicyModel) -> dict[str, torch.Tensor]:
@@ -52,21 +114,20 @@ def cutting_group(weight: Weight) -> dist.ProcessGroup:
 
 @torch.no_grad()
 def load_hf(
-    model: PolicyModel, spec: ModelSpec, tensor: Lookup, leave_out: str | None = None
+    model: PolicyModel, spec: ModelSpec, reader: HFReader, leave_out: str | None = None
 ) -> None:
-    """Fill the model from Hugging Face tensors, but for the parameter called `leave_out`; raises
-    when another one is left without a value."""
+    """Fill the model from Hugging Face tensors, but for the parameter called `leave_out`.
+
+    Raises KeyError or ValueError, naming the tensor, for one that is missing or has another shape.
+    """
     own = own_tensors(model)
     own.pop(leave_out or "", None)
 
     def put(name: str, weight: Weight) -> None:
         target = own.pop(name)
         group = cutting_group(weight)
-        parts = [tensor(source) for source in weight.theirs]
-        value = weight.cut.shard(parts, group.rank(), group.size())
-        if target.shape != value.shape:
-            raise ValueError(f"{name} has shape {tuple(target.shape)}, not {tuple(value.shape)}")
-        target.copy_(value)
+        parts = reader.parts(weight, target.shape, group.size())
+        target.copy_(weight.cut.shard(parts, group.rank(), group.size()))
 
     for weight in weights(spec):
         names = [weight.ours]

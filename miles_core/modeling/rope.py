@@ -91,7 +91,8 @@ def read_scaling(rope: dict[str, Any], max_positions: int) -> RopeScaling | None
         if low >= high:
             raise ValueError(f"low_freq_factor {low:g} must be below high_freq_factor {high:g}")
         return RopeScaling(kind, value("factor"), original, low, high)
-    factor = value("factor", max_positions / original)
+    # null says that the factor follows from the two lengths
+    factor = value("factor", max_positions / original if "factor" in rope else None)
     return RopeScaling(
         kind,
         factor,

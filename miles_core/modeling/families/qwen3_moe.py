@@ -7,6 +7,7 @@ from typing import Any
 from miles_core.modeling.hf_config import (
     ModelSpec,
     MoeSpec,
+    UnsupportedModel,
     checked,
     common_values,
     positive,
@@ -26,4 +27,6 @@ def read(config: dict[str, Any]) -> ModelSpec:
         sparse=tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
         normalize=bool(config.get("norm_topk_prob", False)),
     )
+    if moe.normalize and moe.top_k == 1:
+        raise UnsupportedModel("norm_topk_prob with num_experts_per_tok 1 is not supported")
     return ModelSpec(**common_values(config), qk_norm=True, moe=checked(moe))
