@@ -37,7 +37,7 @@ class RopeScaling:
         """Radians per position, float32 [dim / 2], of `dim` rotated dimensions."""
         import torch
 
-        plain = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+        plain = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
         if self.kind == "linear":
             return plain / self.factor
         kept = self._kept_llama3(plain) if self.kind == "llama3" else self._kept_yarn(theta, dim)
@@ -60,7 +60,7 @@ class RopeScaling:
         first, last = max(first, 0), min(last, dim - 1)
         if first == last:
             last += 0.001
-        return 1 - ((torch.arange(dim // 2) - first) / (last - first)).clamp(0, 1)
+        return 1 - ((torch.arange(dim // 2, device="cpu") - first) / (last - first)).clamp(0, 1)
 
 
 def read_scaling(rope: dict[str, Any], max_positions: int) -> RopeScaling | None:

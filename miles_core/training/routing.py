@@ -25,6 +25,7 @@ from miles_core.modeling.hf_config import ModelSpec, MoeSpec
 from miles_core.modeling.routing import RoutedPass, sparse_layers
 from miles_core.training.batch import Packed, RolloutBatch, TrainSample
 from miles_core.training.config import TrainerConfig
+from miles_core.training.guards import gather_names
 
 
 class RoutingReplay:
@@ -51,20 +52,31 @@ class RoutingReplay:
         sample of the batch has any.
         """
         self._counts = Counter()
-        known = sum(len(s) for s in own)
+        tokens = known = sum(len(s) for s in own)
         if self._from_engine:
             if all(sample.engine_experts is None for sample in batch.samples):
                 raise ValueError(
                     f"use_rollout_routing_replay: no sample of step {batch.step} has "
                     "routed_experts; were they rolled out without that setting?"
                 )
-            taken = 0
-            for sample in own:
-                experts = engine_experts(sample, self._moe)
-                taken += int((experts >= 0).flatten(1).all(1).sum())
-                sample.experts = experts[:, self._places()]
+            taken = self._take_engine_experts(own)
             known = known if self._from_old else taken
-        self._tokens = {"known": float(known), "all": float(sum(len(s) for s in own))}
+        self._tokens = {"known": float(known), "all": float(tokens)}
+
+    def _take_engine_experts(self, own: Sequence[TrainSample]) -> int:
+        """Of how many tokens the engine tells all experts. Collective; raises on all ranks."""
+        taken, faults = 0, []
+        for sample in own:
+            try:
+                experts = engine_experts(sample, self._moe)
+            except ValueError as error:
+                faults.append(str(error))
+                continue
+            taken += int((experts >= 0).flatten(1).all(1).sum())
+            sample.experts = experts[:, self._places()]
+        if faults := gather_names(faults):
+            raise ValueError(faults[0])
+        return taken
 
     def _places(self) -> list[int]:
         """Where this rank's layers stand among all that have experts."""
@@ -96,7 +108,7 @@ class RoutingReplay:
         `routing_replayed`: of the step's tokens, those whose experts the update was given.
         `routing_differs`: of the choices that the update was given, those that the updated model
         would have made differently; `rollout_routing_differs`: the same of the old model, whose
-        weights the engine had.
+        weights the engine had. Both are absent without such a pass.
         """
         names = ("replayed old", "differing old", "replayed update", "differing update")
         total = torch.tensor([float(self._counts[name]) for name in names], dtype=torch.float64)
@@ -107,10 +119,11 @@ class RoutingReplay:
         replayed_old, differing_old, replayed, differing = total.tolist()
         metrics = {
             "routing_replayed": (tokens[0] / tokens[1].clamp(min=1)).item(),
-            "routing_differs": differing / max(1.0, replayed),
         }
-        if self._from_engine:
-            metrics["rollout_routing_differs"] = differing_old / max(1.0, replayed_old)
+        if replayed:
+            metrics["routing_differs"] = differing / replayed
+        if replayed_old:
+            metrics["rollout_routing_differs"] = differing_old / replayed_old
         return metrics
 
 

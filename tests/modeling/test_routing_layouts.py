@@ -214,7 +214,7 @@ def test_a_rollout_without_experts_and_a_dense_model_are_refused(tmp_path: Path)
 def test_rows_of_the_layers_with_experts_alone_are_taken_too() -> None:
     moe = MoeSpec(EXPERTS, TOP, 8, sparse=(False, True, False, True))
     rows = torch.tensor([[0, 0, 1, 2, 0, 0, 3, 0], [0, 0, 0, 3, 0, 0, 2, 1]])
-    sample = make_sample("t", 0, 0, torch.zeros(3), torch.zeros(3))
+    sample = make_sample("t", 0, 0, torch.tensor([1, 2, 3]), torch.zeros(3))
     for given in (rows, rows[:, [2, 3, 6, 7]]):
         sample.engine_experts = given
         experts = engine_experts(sample, moe)

@@ -15,6 +15,7 @@ from miles_core.modeling import parallel, schedule
 from miles_core.modeling.gpt import build_model
 from miles_core.modeling.hf_config import read_spec
 from miles_core.modeling.hf_weights import HFReader, load_hf
+from miles_core.modeling.log_probs import Head
 from miles_core.modeling.routing import RoutedPass
 from miles_core.training.batch import Packed, make_sample
 
@@ -50,7 +51,8 @@ def run(
     """Logits of each micro-batch; gradients of their sum of squares are left in the model."""
     logits: list[torch.Tensor] = []
 
-    def last(out: torch.Tensor, *_: Any) -> torch.Tensor:
+    def last(head: Head, *_: Any) -> torch.Tensor:
+        out = head.logits()
         logits.append(out.detach().clone())
         return out.square().sum()
 
