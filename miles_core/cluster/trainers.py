@@ -8,6 +8,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from miles_core.cluster.rank import NEWS_S, WATCH, Rank, RankActor, RankDied
+from miles_core.errors import UserError
 from miles_core.training.config import TrainerConfig
 
 # Ranks share the machine's cores by threads, not by Ray's accounting; a GPU is claimed whole.
@@ -24,6 +25,12 @@ class TrainerGroup:
         import ray
 
         gpus = 1 if ray.cluster_resources().get("GPU", 0) >= world_size else 0
+        if config.optimizer_cpu_offload and not gpus:
+            raise UserError(
+                "training.optimizer_cpu_offload: Ray has no GPU for each of the "
+                f"{world_size} trainer ranks, so the optimizer's state is in host memory as it is",
+                "Leave --optimizer-cpu-offload out.",
+            )
         options: dict[str, Any] = {"num_cpus": CPUS_PER_RANK, "num_gpus": gpus}
         options["concurrency_groups"] = {WATCH: 1}
         actor = ray.remote(**options)(RankActor)

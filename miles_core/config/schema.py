@@ -186,6 +186,11 @@ class TrainingConfig(Section):
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta1")
     adam_beta2: float = Field(0.98, ge=0, lt=1, description="AdamW beta2")
     clip_grad: float = Field(1.0, gt=0, description="Largest gradient norm")
+    optimizer_cpu_offload: bool = Field(
+        False,
+        description="Keep the optimizer's state (bfloat16: and the float32 weights) in host memory "
+        "between updates, for less GPU memory; an error without GPUs",
+    )
     advantage_estimator: Literal[
         "grpo", "gspo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"
     ] = Field(

@@ -17,12 +17,16 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.transformer.module import Float16Module
 
 from miles_core.modeling.gpt import PolicyModel
+from miles_core.modeling.optim_offload import HostState
 from miles_core.modeling.optim_state import states_in_place
 
 
 @dataclass(frozen=True)
 class AdamSettings:
-    """AdamW and the clip of the gradient norm; `warmup_steps` of linear warm-up, then constant."""
+    """AdamW and the clip of the gradient norm; `warmup_steps` of linear warm-up, then constant.
+
+    `offload`: the state is in host memory.
+    """
 
     lr: float
     warmup_steps: int
@@ -30,6 +34,7 @@ class AdamSettings:
     beta1: float
     beta2: float
     clip_grad: float
+    offload: bool = False
 
 
 class Optimizer:
@@ -68,6 +73,9 @@ class Optimizer:
         megatron reads moments before the first update would create them.
         """
         for part in self._inner.chained_optimizers:
+            if self._settings.offload:
+                HostState(part)
+                continue
             adam = part.optimizer
             for group in adam.param_groups:
                 for param in group["params"]:

@@ -81,6 +81,7 @@ def check_local(config: MilesConfig) -> list[Problem]:
         *check_programs(config),
         *check_ports(config),
         *check_disk(config),
+        *check_offload(config),
     ]
 
 
@@ -161,6 +162,15 @@ def check_programs(config: MilesConfig) -> list[Problem]:
             fix = f"run `make setup`, or install {server.sandbox} with the system's packages"
             problems.append(Problem("agent_server.sandbox", text, fix))
     return problems
+
+
+def check_offload(config: MilesConfig) -> list[Problem]:
+    """Offload is for GPUs; a cluster of the run's own has those of this machine."""
+    devices = (*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("kfd"))
+    if not config.training.optimizer_cpu_offload or config.cluster.ray_address or devices:
+        return []
+    text = "this machine has no GPU, so the optimizer's state is in host memory as it is"
+    return [Problem("training.optimizer_cpu_offload", text, "leave --optimizer-cpu-offload out")]
 
 
 def check_ports(config: MilesConfig) -> list[Problem]:

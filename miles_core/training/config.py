@@ -26,6 +26,7 @@ class TrainerConfig:
     adam_beta1: float = 0.9
     adam_beta2: float = 0.98
     clip_grad: float = 1.0
+    optimizer_cpu_offload: bool = False
     advantage_estimator: Literal[
         "grpo", "gspo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"
     ] = "grpo"

@@ -45,6 +45,7 @@ class Critic(TrainedModel):
             beta1=config.adam_beta1,
             beta2=config.adam_beta2,
             clip_grad=config.clip_grad,
+            offload=config.optimizer_cpu_offload,
         )
         super().__init__(config, model, settings)
 

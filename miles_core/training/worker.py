@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from miles_core import modeling
 from miles_core.checkpoints import adapters
 from miles_core.checkpoints.layout import HF_DIR, STATE_FILE, copy_hf_files
 from miles_core.config.layout import layout_error, read_model_shape
@@ -127,6 +128,11 @@ class TrainerWorker:
         fault = layout_error(world, self._config, read_model_shape(hf_files))
         if fault is not None:
             raise ValueError(fault)
+        if self._config.optimizer_cpu_offload and modeling.ON_CPU:
+            raise ValueError(
+                "optimizer_cpu_offload: this rank computes on the CPU, so the optimizer's state "
+                "is in host memory as it is; leave --optimizer-cpu-offload out"
+            )
         self._policy = Policy(self._config, self._spec)
         self.weights.attach(self._policy.model, self._spec)
         if self._config.advantage_estimator == "ppo":

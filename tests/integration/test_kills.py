@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -68,3 +69,61 @@ def test_a_stop_saves_what_is_trained_and_a_resume_repeats_nothing(runs):
     assert runs.finish(runs.start("stopped", *flags)) == 0, runs.output("stopped")[-3000:]
     assert [e["step"] for e in runs.events("stopped", "step_trained")] == [0, 1, 2]
     assert runs.left("stopped") == []
+
+
+TWO_RANKS = ("--num-trainer-ranks", "2", "--task-check", "off")
+LAYOUTS = {
+    "dp": TWO_RANKS,
+    "tp": (*TWO_RANKS, "--tensor-model-parallel-size", "2"),
+    "pp": (*TWO_RANKS, "--pipeline-model-parallel-size", "2"),
+}
+
+
+def in_stage(runs, name, process, stage, step=1):
+    """Wait for the begin of a stage."""
+
+    def begun():
+        events = runs.events(name, "stage")
+        return any((e["name"], e["state"], e["step"]) == (stage, "started", step) for e in events)
+
+    runs.wait(lambda: begun() or process.poll() is not None)
+    assert process.poll() is None, runs.output(name)[-3000:]
+
+
+@pytest.mark.parametrize(("layout", "stage"), [("tp", "rollout"), ("pp", "train"), ("dp", "push")])
+def test_a_killed_rank_of_two_is_named_and_ends_the_attempt_at_once(runs, layout, stage):
+    name = f"kill-one-{layout}"
+    process = runs.start(name, *LAYOUTS[layout])
+    in_stage(runs, name, process, stage)
+    ranks = json.loads(
+        (runs.directory / name / "attempts" / "001" / "services" / "ranks.json").read_text()
+    )
+    os.kill(ranks["pids"][1], signal.SIGKILL)
+    killed = time.time()
+    assert runs.finish(process) == 0, runs.output(name)[-3000:]
+    ending = runs.events(name, "run_ended")[0]
+    assert f"trainer rank 1 of 2 (pid {ranks['pids'][1]} on " in ending["detail"]
+    assert "was ended by SIGKILL" in ending["detail"]
+    assert ending["time"] - killed < 30  # a collective waits for minutes
+    assert [e["step"] for e in runs.events(name, "step_trained")] == [0, 1, 2]
+    assert runs.left(name) == []
+
+
+@pytest.mark.parametrize(
+    ("stage", "layout"), [("rollout", "dp"), ("train", "tp"), ("save", "pp"), ("push", "tp")]
+)
+def test_a_stop_in_any_stage_of_two_ranks_saves_and_a_resume_repeats_nothing(runs, stage, layout):
+    name = f"stop-{stage}"
+    flags = (*LAYOUTS[layout], "--save-interval", "1" if stage == "save" else "3")
+    process = runs.start(name, *flags)
+    in_stage(runs, name, process, stage, step=2 if stage in ("save", "push") else 1)
+    os.kill(process.pid, signal.SIGTERM)
+    assert runs.finish(process) != 0
+    assert runs.status(name)["state"] == "cancelled"
+    assert runs.left(name) == []
+    trained = [e["step"] for e in runs.events(name, "step_trained")]
+    saved = [e["iteration"] for e in runs.events(name, "checkpoint_saved")]
+    assert max(saved) == len(trained) > 0, "what was trained is not all saved"
+    assert runs.finish(runs.start(name, *flags)) == 0, runs.output(name)[-3000:]
+    assert [e["step"] for e in runs.events(name, "step_trained")] == [0, 1, 2]
+    assert runs.left(name) == []

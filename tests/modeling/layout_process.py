@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from miles_core.training import worker as worker_module
 from miles_core.training.config import TrainerConfig
 from miles_core.training.worker import TrainerWorker
 
@@ -21,6 +25,17 @@ CONFIG = TrainerConfig(
 )
 STEPS = 5
 SAVED = 2
+
+
+@contextmanager
+def on_a_pretended_gpu() -> Iterator[None]:
+    """Let workers of this process offload the optimizer, which they refuse on the CPU."""
+    patched = SimpleNamespace(ON_CPU=False)
+    before, worker_module.modeling = worker_module.modeling, patched
+    try:
+        yield
+    finally:
+        worker_module.modeling = before
 
 
 def train(
@@ -52,11 +67,16 @@ def train(
 def main() -> None:
     rank, world, out = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     request = json.loads(sys.argv[4])
-    answers = {
+    with on_a_pretended_gpu():
+        answers = run_all(request, rank, world, out)
+    out.with_name(f"{out.name}.rank{rank}").write_text(json.dumps(answers))
+
+
+def run_all(request: dict[str, Any], rank: int, world: int, out: Path) -> dict[str, Any]:
+    return {
         name: train(case, request["rollout"], rank, world, out.with_name(f"{out.name}-{name}"))
         for name, case in request["cases"].items()
     }
-    out.with_name(f"{out.name}.rank{rank}").write_text(json.dumps(answers))
 
 
 if __name__ == "__main__":
