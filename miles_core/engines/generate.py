@@ -15,7 +15,6 @@ IDLE_FIELDS: dict[str, tuple[Any, ...]] = {
     "top_logprobs_num": (0, None),
     "token_ids_logprob": (None, []),
     "return_text_in_logprobs": (False, None),
-    "return_routed_experts": (False, None),
     "return_prompt_token_ids": (False, None),
     "return_entropy": (False, None),
     "return_hidden_states": (False, None),
@@ -30,6 +29,8 @@ FIELDS = {
     "sampling_params",
     "return_logprob",
     "logprob_start_len",
+    "return_routed_experts",
+    "routed_experts_start_len",
     "rid",
     "stream",
 }
@@ -137,6 +138,18 @@ def _rids(body: dict[str, Any], count: int, batched: bool) -> list[str]:
     return rid
 
 
+def _experts_start(asked: Any, start: Any, ids: list[int], engine: Engine) -> int | None:
+    """From which token on experts are to be told; None when they were not asked for."""
+    if asked is not True:
+        return None
+    if engine.shape.experts is None:
+        raise RequestError("return_routed_experts: this model has no experts")
+    start = 0 if start is None else start
+    if type(start) is not int or not 0 <= start < len(ids):
+        raise RequestError("routed_experts_start_len must be a position of the input")
+    return start
+
+
 def parse_generate(body: dict[str, Any], waiter: Waiter) -> tuple[bool, bool]:
     """Fill `waiter.requests` from a body; answers whether it is a batch, and streamed.
 
@@ -155,6 +168,8 @@ def parse_generate(body: dict[str, Any], waiter: Waiter) -> tuple[bool, bool]:
     sampling = _each(body, "sampling_params", count, None)
     logprob = _each(body, "return_logprob", count, False)
     starts = _each(body, "logprob_start_len", count, -1)
+    experts = _each(body, "return_routed_experts", count, False)
+    expert_starts = _each(body, "routed_experts_start_len", count, 0)
     stream = body.get("stream", False) is True
     rids = _rids(body, count, batched)
     for index, ids in enumerate(prompts):
@@ -173,6 +188,7 @@ def parse_generate(body: dict[str, Any], waiter: Waiter) -> tuple[bool, bool]:
                 return_logprob=logprob[index] is True,
                 logprob_start=start if logprob[index] is True else -1,
                 stream=stream,
+                experts_start=_experts_start(experts[index], expert_starts[index], ids, engine),
                 limit=min(params.max_new_tokens, engine.context_length - len(ids)),
             )
         )

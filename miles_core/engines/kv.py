@@ -18,7 +18,9 @@ class Extent:
 
 
 class KVPool:
-    """Keys and values of `capacity` tokens, [layers][kv_heads, capacity, head_dim] each.
+    """Keys and values of `capacity` tokens, [layers][kv_heads, capacity, head_dim] each; of a model
+    with experts also those that each token went to, int32 [capacity, layers, k], 0 where a layer
+    has none.
 
     The pool is made once and never grows, so the memory of the cache is bounded. Extents are
     handed out first-fit; what is given back joins its free neighbours.
@@ -30,6 +32,11 @@ class KVPool:
         self.values = torch.empty(size, dtype=dtype)
         self.layer_keys = list(self.keys.unbind(0))
         self.layer_values = list(self.values.unbind(0))
+        self.experts: torch.Tensor | None = None
+        if shape.experts is not None:
+            self.experts = torch.zeros(
+                capacity, shape.layers, shape.experts.chosen, dtype=torch.int32
+            )
         self.capacity = capacity
         self.free: list[Extent] = [Extent(0, capacity)]
 
@@ -86,3 +93,6 @@ class KVPool:
         """Copy the first `count` places of one extent to another."""
         for pool in (self.keys, self.values):
             pool.narrow(2, target.start, count).copy_(pool.narrow(2, source.start, count))
+        if self.experts is not None:
+            kept = self.experts.narrow(0, source.start, count)
+            self.experts.narrow(0, target.start, count).copy_(kept)

@@ -1,4 +1,4 @@
-"""The forward pass of a dense decoder (Qwen3, Llama) over a packed batch of ragged segments.
+"""The forward pass of a decoder (Qwen3, Qwen3 MoE, Llama) over a packed batch of ragged segments.
 
 Tokens of all sequences of a step stand in one [tokens, hidden] matrix, whether they are prompt
 tokens or the one new token of a decoded sequence, so that every linear layer runs once a step.
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from miles_core.engines.experts import mix_experts
 from miles_core.engines.kv import Extent, KVPool
 from miles_core.engines.shape import ModelShape
 from miles_core.engines.weights import Layer, Weights
@@ -69,7 +70,8 @@ class Decoder:
 
         Keys and values of the new tokens are written to the cache. Segments of one token must
         come before longer ones. With `last_only` the answer is [segments, hidden]: the last token
-        of each, and the last layer computes no more than keys and values for the others.
+        of each, and the last layer computes no more than keys and values for the others, unless
+        it has to tell to which experts they go.
         """
         positions, places = _positions(segments)
         cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
@@ -81,14 +83,16 @@ class Decoder:
         last = self.shape.layers - 1
         for index, layer in enumerate(self.weights.layers):
             q = self._project(index, layer, x, cos, sin, places)
-            if last_only and index == last and longer:
-                ends = torch.tensor([segment.count for segment in segments]).cumsum(0) - 1
+            if last_only and index == last and longer and self.pool.experts is None:
+                ends = _ends(segments)
                 x, q = x[ends], q[ends]
                 runs = self._runs([Segment(s.extent, s.start + s.count - 1, 1) for s in segments])
                 singles, longer, masks = len(segments), [], []
             attended = self._attend_singles(index, q[:singles], runs)
             attended += self._attend_longer(index, q[singles:], longer, masks)
-            x = self._mix(layer, x, attended)
+            x = self._mix(index, layer, x, attended, places)
+        if last_only and longer:
+            x = x[_ends(segments)]
         return self._norm(x, self.weights.norm)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -137,11 +141,25 @@ class Decoder:
         self.pool.layer_values[index].index_copy_(1, places, v.transpose(0, 1))
         return q
 
-    def _mix(self, layer: Layer, x: torch.Tensor, attended: list[torch.Tensor]) -> torch.Tensor:
-        """The rest of a layer; answers the new x."""
+    def _mix(
+        self,
+        index: int,
+        layer: Layer,
+        x: torch.Tensor,
+        attended: list[torch.Tensor],
+        places: torch.Tensor,
+    ) -> torch.Tensor:
+        """The rest of a layer; answers the new x, and notes the experts that tokens went to."""
         mixed = torch.cat(attended) if len(attended) > 1 else attended[0]
         x = torch.addmm(x, mixed, layer.out)
-        gate, up = (self._norm(x, layer.post_norm) @ layer.gate_up).chunk(2, -1)
+        normed = self._norm(x, layer.post_norm)
+        if layer.gate_up is None:
+            assert self.shape.experts is not None and self.pool.experts is not None
+            out, chosen = mix_experts(normed, layer, self.shape.experts)
+            self.pool.experts[places, index] = chosen.int()
+            return x + out
+        assert layer.down is not None
+        gate, up = (normed @ layer.gate_up).chunk(2, -1)
         return torch.addmm(x, F.silu(gate).mul_(up), layer.down)
 
     def _runs(self, segments: list[Segment]) -> list[Run]:
@@ -205,6 +223,11 @@ class Decoder:
             )
             out.append(attended[0].transpose(0, 1).reshape(segment.count, self.q_size))
         return out
+
+
+def _ends(segments: list[Segment]) -> torch.Tensor:
+    """The row of each segment's last token."""
+    return torch.tensor([segment.count for segment in segments]).cumsum(0) - 1
 
 
 def _alike(segment: Segment, following: Segment) -> bool:

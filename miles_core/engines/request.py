@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,7 +20,9 @@ class Request:
     """A generation from its arrival to its end.
 
     `notify(request)` is called by the engine's thread when it has ended and, with `stream`, after
-    each token. `computed` counts the leading tokens whose keys and values are in `extent`.
+    each token. `computed` counts the leading tokens whose keys and values are in `extent`. Unless
+    `experts_start` is None, `experts` are in the end the int32 [tokens, layers, k] experts of all
+    tokens from there on, but the last, which is sampled and not computed.
     """
 
     rid: str
@@ -29,6 +32,7 @@ class Request:
     return_logprob: bool = False
     logprob_start: int = -1
     stream: bool = False
+    experts_start: int | None = None
     limit: int = 0
     arrived: float = field(default_factory=time.perf_counter)
     tokens: np.ndarray = field(init=False)
@@ -42,6 +46,7 @@ class Request:
     epoch: int = 0
     cached: int = 0
     retractions: int = 0
+    experts: bytes = b""
     finish: dict[str, Any] | None = None
     finished: float = 0.0
 
@@ -89,6 +94,8 @@ class Request:
             meta["output_token_logprobs"] = entries
             meta["output_token_logprobs_length"] = len(entries)
             meta["input_token_logprobs"] = self._input_entries()
+        if self.experts_start is not None and self.finish is not None:
+            meta["routed_experts"] = base64.b64encode(self.experts).decode()
         text = codec.text(self.output_ids, params, self.finish)
         return {"text": text, "output_ids": list(self.output_ids), "meta_info": meta}
 

@@ -307,6 +307,7 @@ class Scheduler:
         request.finished = time.perf_counter()
         extent, request.extent = request.extent, None
         if extent is not None:
+            self._note_experts(request, extent)
             if request.epoch == self.epoch and request.computed >= MIN_SHARED:
                 self.pool.resize(extent, request.computed)
                 self.kept.append(Kept(request.tokens[: request.computed].copy(), extent))
@@ -316,3 +317,10 @@ class Scheduler:
                 self.pool.release(extent)
         self.finished(request)
         request.notify(request)
+
+    def _note_experts(self, request: Request, extent: Extent) -> None:
+        """The experts of the tokens that were computed, for a request that asked for them."""
+        if request.experts_start is None or self.pool.experts is None:
+            return
+        first, last = extent.start + request.experts_start, extent.start + request.computed
+        request.experts = self.pool.experts[first : max(first, last)].numpy().tobytes()

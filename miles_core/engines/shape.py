@@ -9,7 +9,9 @@ from typing import Any
 
 from miles_core.errors import UserError
 
-ARCHITECTURES = {"Qwen3ForCausalLM": True, "LlamaForCausalLM": False}
+_MOE = "Qwen3MoeForCausalLM"
+# Whether queries and keys have norms.
+ARCHITECTURES = {"Qwen3ForCausalLM": True, _MOE: True, "LlamaForCausalLM": False}
 
 
 class ModelDirectoryError(UserError):
@@ -17,8 +19,20 @@ class ModelDirectoryError(UserError):
 
 
 @dataclass(frozen=True)
+class ExpertShape:
+    """`count` experts of width `inner`, of which a token goes to `chosen`; `normalize`: their
+    scores sum to 1. `sparse` says of each layer whether it has experts."""
+
+    count: int
+    chosen: int
+    inner: int
+    normalize: bool
+    sparse: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a dense decoder; `qk_norm` tells Qwen3 (true) from Llama (false)."""
+    """Sizes of a decoder; `qk_norm` tells Qwen3 (true) from Llama (false)."""
 
     architecture: str
     qk_norm: bool
@@ -33,6 +47,11 @@ class ModelShape:
     rope_theta: float
     tied: bool
     context_length: int
+    experts: ExpertShape | None = None
+
+    def sparse(self, layer: int) -> bool:
+        """Whether the layer has experts."""
+        return self.experts is not None and self.experts.sparse[layer]
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -97,7 +116,7 @@ def read_shape(directory: Path) -> ModelShape:
         raise ModelDirectoryError(f"{path}: field hidden_act must be silu")
     hidden = int(_number(config, path, "hidden_size"))
     heads = int(_number(config, path, "num_attention_heads"))
-    default_head = 128 if ARCHITECTURES[name] else hidden // heads
+    default_head = 128 if name == "Qwen3ForCausalLM" else hidden // heads
     shape = ModelShape(
         architecture=name,
         qk_norm=ARCHITECTURES[name],
@@ -112,6 +131,7 @@ def read_shape(directory: Path) -> ModelShape:
         rope_theta=_rope_theta(config, path),
         tied=bool(config.get("tie_word_embeddings", False)),
         context_length=int(_number(config, path, "max_position_embeddings")),
+        experts=_experts(config, path) if name == _MOE else None,
     )
     if shape.heads % shape.kv_heads:
         raise ModelDirectoryError(
@@ -119,6 +139,29 @@ def read_shape(directory: Path) -> ModelShape:
             f"num_key_value_heads ({shape.kv_heads})"
         )
     return shape
+
+
+def _experts(config: dict[str, Any], path: Path) -> ExpertShape | None:
+    """None where no layer has experts."""
+    layers, step = (
+        int(_number(config, path, field, default))
+        for field, default in (("num_hidden_layers", None), ("decoder_sparse_step", 1))
+    )
+    dense = config.get("mlp_only_layers") or []
+    sparse = tuple(i not in dense and (i + 1) % step == 0 for i in range(layers))
+    field = "num_local_experts" if config.get("num_local_experts") else "num_experts"
+    shape = ExpertShape(
+        count=int(_number(config, path, field)),
+        chosen=int(_number(config, path, "num_experts_per_tok")),
+        inner=int(_number(config, path, "moe_intermediate_size")),
+        normalize=bool(config.get("norm_topk_prob", False)),
+        sparse=sparse,
+    )
+    if shape.chosen > shape.count:
+        raise ModelDirectoryError(
+            f"{path}: field num_experts_per_tok ({shape.chosen}) is above {field} ({shape.count})"
+        )
+    return shape if any(sparse) else None
 
 
 def read_eos(directory: Path) -> frozenset[int]:

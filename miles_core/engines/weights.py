@@ -1,4 +1,4 @@
-"""Weights of a dense decoder with q/k/v and gate/up fused, filled from Hugging Face tensors.
+"""Weights of a decoder with q/k/v and gate/up fused, filled from Hugging Face tensors.
 
 Matrices are kept as [in, out], the transpose of the files': with the few rows of a decoding step,
 x @ W is then up to twice as fast on a CPU as with [out, in].
@@ -27,7 +27,8 @@ class Layer:
     """One decoder layer; every matrix is [in, out].
 
     Scales of norms over n values are float32 and hold sqrt(n) as a factor. `qk_norm` is [heads +
-    kv_heads, head_dim]: the scale of each query head, then of each key head.
+    kv_heads, head_dim]: the scale of each query head, then of each key head. A layer has a dense
+    MLP, or experts: `router` [hidden, experts] and the experts' matrices [experts, in, out].
     """
 
     input_norm: torch.Tensor
@@ -35,8 +36,11 @@ class Layer:
     qk_norm: torch.Tensor | None
     out: torch.Tensor
     post_norm: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: torch.Tensor | None
+    down: torch.Tensor | None
+    router: torch.Tensor | None
+    expert_gate_up: torch.Tensor | None
+    expert_down: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,8 @@ class Weights:
 class Slot:
     """Where a Hugging Face tensor of `size` goes: field `field` of a layer (None: of the model).
 
-    A matrix fills the columns from `first` on; a scale the rows from `first` on, each of them.
+    A matrix fills the columns from `first` on, in the field's part of an `expert`; a scale the rows
+    from `first` on, each of them.
     """
 
     layer: int | None
@@ -65,11 +70,16 @@ class Slot:
     size: tuple[int, ...]
     first: int = 0
     rows: int = 0
+    expert: int | None = None
+
+    def part(self, field: torch.Tensor) -> torch.Tensor:
+        """The field, or the expert's part of it."""
+        return field if self.expert is None else field[self.expert]
 
 
 def slots(shape: ModelShape) -> dict[str, Slot]:
     """Every tensor of the model by its Hugging Face name."""
-    hidden, inner, head = shape.hidden, shape.intermediate, shape.head_dim
+    hidden, head = shape.hidden, shape.head_dim
     q, kv = shape.heads * head, shape.kv_heads * head
     found = {"model.embed_tokens.weight": Slot(None, "embedding", (shape.vocab, hidden))}
     for i in range(shape.layers):
@@ -80,9 +90,7 @@ def slots(shape: ModelShape) -> dict[str, Slot]:
             "self_attn.v_proj": Slot(i, "qkv", (kv, hidden), q + kv),
             "self_attn.o_proj": Slot(i, "out", (hidden, q)),
             "post_attention_layernorm": Slot(i, "post_norm", (hidden,)),
-            "mlp.gate_proj": Slot(i, "gate_up", (inner, hidden)),
-            "mlp.up_proj": Slot(i, "gate_up", (inner, hidden), inner),
-            "mlp.down_proj": Slot(i, "down", (hidden, inner)),
+            **_mlp_slots(shape, i),
         }
         if shape.qk_norm:
             table["self_attn.q_norm"] = Slot(i, "qk_norm", (head,), 0, shape.heads)
@@ -95,9 +103,28 @@ def slots(shape: ModelShape) -> dict[str, Slot]:
     return found
 
 
+def _mlp_slots(shape: ModelShape, layer: int) -> dict[str, Slot]:
+    hidden, inner = shape.hidden, shape.intermediate
+    if shape.experts is None or not shape.sparse(layer):
+        return {
+            "mlp.gate_proj": Slot(layer, "gate_up", (inner, hidden)),
+            "mlp.up_proj": Slot(layer, "gate_up", (inner, hidden), inner),
+            "mlp.down_proj": Slot(layer, "down", (hidden, inner)),
+        }
+    count, inner = shape.experts.count, shape.experts.inner
+    table = {"mlp.gate": Slot(layer, "router", (count, hidden))}
+    for e in range(count):
+        prefix, size = f"mlp.experts.{e}.", (inner, hidden)
+        table[prefix + "gate_proj"] = Slot(layer, "expert_gate_up", size, expert=e)
+        table[prefix + "up_proj"] = Slot(layer, "expert_gate_up", size, inner, expert=e)
+        table[prefix + "down_proj"] = Slot(layer, "expert_down", (hidden, inner), expert=e)
+    return table
+
+
 def _field_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     hidden, inner, head = shape.hidden, shape.intermediate, shape.head_dim
     q, kv = shape.heads * head, shape.kv_heads * head
+    experts, width = (0, 0) if shape.experts is None else (shape.experts.count, shape.experts.inner)
     return {
         "embedding": (shape.vocab, hidden),
         "head": (hidden, shape.vocab),
@@ -109,6 +136,9 @@ def _field_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
         "out": (q, hidden),
         "gate_up": (hidden, 2 * inner),
         "down": (inner, hidden),
+        "router": (hidden, experts),
+        "expert_gate_up": (experts, hidden, 2 * width),
+        "expert_down": (experts, width, hidden),
     }
 
 
@@ -157,6 +187,7 @@ class Staging:
         if slot.field == "embedding":
             target.copy_(tensor)
         elif len(slot.size) == 2:
+            target = slot.part(target)
             target[:, slot.first : slot.first + slot.size[0]].copy_(tensor.t())
         else:
             # A copy even of the same type: the tensor is in the sender's memory.
@@ -203,8 +234,11 @@ class Staging:
                 qk_norm=field(i, "qk_norm") if self._shape.qk_norm else None,
                 out=field(i, "out"),
                 post_norm=field(i, "post_norm"),
-                gate_up=field(i, "gate_up"),
-                down=field(i, "down"),
+                gate_up=None if self._shape.sparse(i) else field(i, "gate_up"),
+                down=None if self._shape.sparse(i) else field(i, "down"),
+                router=field(i, "router") if self._shape.sparse(i) else None,
+                expert_gate_up=field(i, "expert_gate_up") if self._shape.sparse(i) else None,
+                expert_down=field(i, "expert_down") if self._shape.sparse(i) else None,
             )
             for i in range(self._shape.layers)
         ]
@@ -227,7 +261,7 @@ def hf_tensors(weights: Weights, shape: ModelShape) -> Iterator[tuple[str, torch
         if slot.field == "embedding":
             yield name, served
         elif len(slot.size) == 2:
-            yield name, served[:, slot.first : slot.first + slot.size[0]].t()
+            yield name, slot.part(served)[:, slot.first : slot.first + slot.size[0]].t()
         else:
             given = weights.norms[name]
             part = served[_rows(slot)]

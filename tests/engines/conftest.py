@@ -37,7 +37,12 @@ def make_model(directory: Path, family: str = "qwen3", seed: int = 0, **changes:
         "tie_word_embeddings": family == "qwen3",
         "initializer_range": 0.2,
     } | changes
-    if family == "qwen3":
+    model: Any
+    if family == "qwen3_moe":
+        experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+        experts |= {"norm_topk_prob": True, "mlp_only_layers": [1], "num_hidden_layers": 3}
+        model = tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(head_dim=16, **sizes | experts | changes))
+    elif family == "qwen3":
         model = tf.Qwen3ForCausalLM(tf.Qwen3Config(head_dim=16, **sizes))
     else:
         model = tf.LlamaForCausalLM(tf.LlamaConfig(rope_theta=50000.0, **sizes))
