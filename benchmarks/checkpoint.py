@@ -2,10 +2,22 @@
 
     .venv/bin/python benchmarks/checkpoint.py --output /path/on/the/disk --mb 1000
 
-Each part runs in a process of its own, with one thread for arithmetic, on the same disk; the copy
-is synced, as everything else is. Prints a table, or one JSON object with `--json`: seconds, CPU
-seconds, MB of result a second, their share of the copy's, and how far the memory of the process
-rose above what it had before the part began. The page cache is warm for all.
+Each part runs in a process of its own, with one thread for arithmetic, on the same disk, in turns
+with a copy of what it wrote; the copy is synced, as everything else is. Prints a table, or one JSON
+object with `--json`: seconds, CPU seconds, MB of result a second, their share of the copy's, and
+how far the memory of the process rose above what it had before the part began. The page cache is
+warm for all, and modules are imported before the clock starts.
+
+convert          what a user gets by default: the source is fingerprinted; every tensor is
+                 written, read back and compared bit for bit; logits of the first layers are
+                 compared with transformers'
+convert-tensors  the same with `--check tensors`: what it is faster by is the comparison of logits
+export           a Hugging Face directory in files of at most 500 MB; digests of the source checked
+save             a trainer's checkpoint (16 bytes a weight) written, synced, sealed and published
+pause            the same in the background: the time during which the ranks may not train;
+                 `seconds_published` is the time until it is published when nothing trains
+check            digests of a whole checkpoint, as a resume computes them
+load             a resume: model, optimizer and random state read into a trainer
 """
 
 from __future__ import annotations
@@ -90,36 +102,70 @@ def run_copy(source: Path, target: Path) -> dict[str, float]:
     return measure(lambda: copy(source, target))
 
 
-def run_convert(hf: Path, target: Path) -> dict[str, float]:
-    """Conversion with the tensors read back and compared."""
-    from miles_core.checkpoints import convert
-    from miles_core.modeling import gpt, shard_map, sharded_files  # noqa: F401 - not measured
+def run_convert(hf: Path, target: Path, check: Any = "auto") -> dict[str, float]:
+    """Conversion, verified as by default."""
+    from transformers.models.qwen3 import modeling_qwen3  # noqa: F401 - not measured
 
-    return measure(lambda: convert.convert_to_torch_dist(hf, target, check="tensors"))
+    from miles_core.checkpoints import convert
+    from miles_core.modeling import gpt, shard_map, shard_reader  # noqa: F401 - not measured
+
+    return measure(lambda: convert.convert_to_torch_dist(hf, target, check=check))
+
+
+def run_convert_tensors(hf: Path, target: Path) -> dict[str, float]:
+    """Conversion, verified by the tensors alone."""
+    return run_convert(hf, target, "tensors")
 
 
 def run_export(source: Path, target: Path) -> dict[str, float]:
     """Export in files of at most 500 MB; the source's digests are checked."""
     from miles_core.checkpoints.export import export_to_hf
-    from miles_core.modeling import gpt, shard_map, sharded_files  # noqa: F401 - not measured
+    from miles_core.modeling import gpt, shard_map, shard_reader  # noqa: F401 - not measured
 
     return measure(lambda: export_to_hf(source, target, shard_bytes=500_000_000))
 
 
-def run_save(converted: Path, target: Path) -> dict[str, float]:
-    """A trainer's checkpoint (weights and two moments, float32): written, sealed and published."""
+def _worker(load: Path | None = None) -> Any:
     from miles_core.training.config import TrainerConfig
     from miles_core.training.worker import TrainerWorker
 
     worker = TrainerWorker(TrainerConfig(kl_loss_coef=0.0))
-    worker.init(str(converted))
+    if load is not None:
+        worker.init(str(load))
+    return worker
+
+
+def run_save(converted: Path, target: Path) -> dict[str, float]:
+    """A trainer's checkpoint (weights and two moments, float32): written, sealed and published."""
+    worker = _worker(converted)
 
     def save() -> None:
         directory = store.begin(target, 1)
-        worker.save(str(directory))
-        store.publish(directory, target, 1, {}, keep=1)
+        known = worker.save(str(directory))
+        store.publish(directory, target, 1, {}, keep=1, known=known)
 
     result = measure(save)
+    worker.close()
+    return result
+
+
+def run_pause(converted: Path, target: Path) -> dict[str, float]:
+    """The same in the background: how long a step waits for it."""
+    worker = _worker(converted)
+    directory = store.begin(target, 1)
+    started = time.monotonic()
+    result = measure(lambda: worker.start_save(str(directory), True))
+    known = worker.finish_save()
+    store.publish(directory, target, 1, {}, keep=1, known=known)
+    result["seconds_published"] = time.monotonic() - started
+    worker.close()
+    return result
+
+
+def run_load(source: Path, target: Path) -> dict[str, float]:
+    """Reading a checkpoint into a trainer, its model built anew."""
+    worker = _worker()
+    result = measure(lambda: worker.init(str(source)))
     worker.close()
     return result
 
@@ -132,10 +178,14 @@ def run_check(source: Path, target: Path) -> dict[str, float]:
 PARTS = {
     "copy": run_copy,
     "convert": run_convert,
+    "convert-tensors": run_convert_tensors,
     "export": run_export,
     "save": run_save,
+    "pause": run_pause,
     "check": run_check,
+    "load": run_load,
 }
+READING = ("check", "load")
 
 
 def _child(name: str, source: str, target: str, pipe: Any) -> None:
@@ -156,28 +206,28 @@ def in_process(name: str, source: Path, target: Path) -> dict[str, float]:
     return result
 
 
-def best(name: str, source: Path, target: Path, repeats: int) -> dict[str, float]:
-    """The fastest of several runs; the result of the last one stays."""
-    results = []
+def compare(work: Path, name: str, source: Path, repeats: int) -> dict[str, Any]:
+    """A part in turns with the plain copy of what it wrote (or read); the fastest of each."""
+    target = work / name
+    runs: dict[str, list[dict[str, float]]] = {"part": [], "copy": []}
     for _ in range(repeats):
         shutil.rmtree(target, ignore_errors=True)
-        results.append(in_process(name, source, target))
-    return min(results, key=lambda result: result["seconds"])
-
-
-def compare(work: Path, name: str, source: Path, repeats: int) -> dict[str, Any]:
-    """A part, and the plain copy of what it wrote (for `check`: of what it read)."""
-    target = work / name
-    result: dict[str, Any] = dict(best(name, source, target, repeats))
-    written = source if name == "check" else target
-    plain = best("copy", written, work / "copy", repeats)
-    shutil.rmtree(work / "copy")
-    result["mb"] = size_of(written) / 1e6
-    result["mb_per_s"] = result["mb"] / result["seconds"]
-    result["copy_mb_per_s"] = result["mb"] / plain["seconds"]
-    result["copy_cpu_seconds"] = plain["cpu_seconds"]
-    result["share_of_copy"] = result["mb_per_s"] / result["copy_mb_per_s"]
-    return result
+        runs["part"].append(in_process(name, source, target))
+        runs["copy"].append(
+            in_process("copy", source if name in READING else target, work / "copy")
+        )
+        shutil.rmtree(work / "copy")
+    fastest, plain = (min(r, key=lambda one: one["seconds"]) for r in runs.values())
+    size = size_of(source if name in READING else target) / 1e6
+    speed, copied = size / fastest["seconds"], size / plain["seconds"]
+    return {
+        **fastest,
+        "mb": size,
+        "mb_per_s": speed,
+        "copy_mb_per_s": copied,
+        "copy_cpu_seconds": plain["cpu_seconds"],
+        "share_of_copy": speed / copied,
+    }
 
 
 def run(work: Path, megabytes: int, dtype: str, repeats: int) -> dict[str, Any]:
@@ -187,11 +237,15 @@ def run(work: Path, megabytes: int, dtype: str, repeats: int) -> dict[str, Any]:
     maker = context.Process(target=make_model, args=(hf, megabytes, dtype))
     maker.start()
     maker.join()
-    results = {"convert": compare(work, "convert", hf, repeats)}
+    results = {name: compare(work, name, hf, repeats) for name in ("convert", "convert-tensors")}
+    shutil.rmtree(work / "convert-tensors")
     results["export"] = compare(work, "export", work / "convert", repeats)
     shutil.rmtree(work / "export")
+    results["pause"] = compare(work, "pause", work / "convert", repeats)
+    shutil.rmtree(work / "pause")
     results["save"] = compare(work, "save", work / "convert", repeats)
-    results["check"] = compare(work, "check", work / "save" / "iter_0000001", repeats)
+    for name in READING:
+        results[name] = compare(work, name, work / "save" / "iter_0000001", repeats)
     return results
 
 
@@ -212,14 +266,16 @@ def main() -> int:
         print()
         return 0
     print(
-        f"{'part':<8} {'MB':>8} {'seconds':>8} {'MB/s':>7} {'copy MB/s':>10} {'share':>6} peak MB"
+        f"{'part':<16} {'MB':>7} {'seconds':>8} {'CPU s':>7} {'copy CPU s':>10} {'MB/s':>6} "
+        f"{'copy MB/s':>9} {'share':>6} {'peak MB':>8}"
     )
     for name, r in results.items():
         print(
-            f"{name:<8} {r['mb']:>8.0f} {r['seconds']:>8.2f} {r['cpu_seconds']:>7.2f} "
-            f"{r['mb_per_s']:>7.0f} {r['copy_mb_per_s']:>10.0f} {r['share_of_copy']:>6.2f} "
-            f"{r['peak_mb']:>8.0f}"
+            f"{name:<16} {r['mb']:>7.0f} {r['seconds']:>8.2f} {r['cpu_seconds']:>7.2f} "
+            f"{r['copy_cpu_seconds']:>10.2f} {r['mb_per_s']:>6.0f} {r['copy_mb_per_s']:>9.0f} "
+            f"{r['share_of_copy']:>6.2f} {r['peak_mb']:>8.0f}"
         )
+    print(f"published after a pause: {results['pause']['seconds_published']:.2f} s")
     return 0
 
 

@@ -39,8 +39,9 @@ def register(subparsers: Any) -> None:
         "--check",
         choices=("auto", "logits", "tensors"),
         default="auto",
-        help="compare logits with transformers', or the tensors bit for bit, which needs less "
-        "memory; auto: logits where two float32 models fit into memory",
+        help="every tensor is compared bit for bit; logits: also the model's logits with "
+        "transformers'; auto: those of the first layers, one of each kind, where they fit into "
+        "memory; tensors: no logits",
     )
     convert.add_argument(
         "--workers", type=_positive, default=2, metavar="N", help="weights in memory at once (2)"
@@ -170,7 +171,11 @@ def _convert(args: argparse.Namespace) -> int:
     elif result.logit_difference is None:
         print(f"{result.path}: every tensor equals its source")
     else:
-        print(f"{result.path}: logits differ by {result.logit_difference:.1e} of the largest")
+        of = "" if result.layers is None else f" of the first {result.layers} layers"
+        print(
+            f"{result.path}: every tensor equals its source; logits{of} differ by "
+            f"{result.logit_difference:.1e} of the largest"
+        )
     return 0
 
 

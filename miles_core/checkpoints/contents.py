@@ -96,7 +96,7 @@ def contents(directory: Path) -> Contents:
     import torch
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    from miles_core.modeling.sharded_files import read_index
+    from miles_core.modeling.shard_reader import read_index
 
     tensors, objects = [], Counter[str]()
     for key, entry in read_index(directory).state_dict_metadata.items():

@@ -13,20 +13,25 @@ import shutil
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from miles_core.checkpoints import manifest
 from miles_core.checkpoints.compare import (
     LOGIT_TOLERANCE,
     ConversionError,
-    differing_tensors,
+    cut_short,
     logit_difference,
     logits_fit,
+    telling_layers,
+    values_of,
 )
 from miles_core.checkpoints.export import export_to_hf
 from miles_core.checkpoints.fingerprint import source_fingerprint
 from miles_core.checkpoints.layout import HF_DIR, copy_hf_files
 from miles_core.checkpoints.stream import PROGRESS_FILE, Busy, Report, Stream, unfinished
+
+if TYPE_CHECKING:
+    from miles_core.modeling.shard_map import ShardMap
 
 __all__ = [
     "LOGIT_TOLERANCE",
@@ -45,8 +50,9 @@ Check = Literal["auto", "logits", "tensors"]
 
 @dataclass(frozen=True)
 class Conversion:
-    """Result of a conversion. `checked` says what was compared with the source: "logits", whose
-    `logit_difference` is a share of the largest logit, or "tensors", bit for bit."""
+    """Result of a conversion. All tensors were compared with the source, bit for bit. `checked`:
+    "logits" when logits were too (`logit_difference`, a share of the largest logit), of the whole
+    model or of its first `layers`; else "tensors"."""
 
     path: str
     source: str
@@ -54,6 +60,7 @@ class Conversion:
     skipped: bool
     checked: str
     logit_difference: float | None
+    layers: int | None = None
 
 
 def converted(hf_dir: str | Path, out_dir: str | Path) -> Conversion | None:
@@ -62,12 +69,12 @@ def converted(hf_dir: str | Path, out_dir: str | Path) -> Conversion | None:
     about = manifest.read(out)
     if about is None or about.get("kind") != KIND:
         return None
-    fingerprint = source_fingerprint(hf_dir)
-    if about.get("fingerprint") != fingerprint or manifest.verify(out) is not None:
+    known = str(about.get("fingerprint"))
+    if source_fingerprint(hf_dir, like=known) != known or manifest.verify(out) is not None:
         return None
-    difference = about.get("logit_difference")
+    difference, layers = about.get("logit_difference"), about.get("layers")
     checked = about.get("checked", "logits")
-    return Conversion(str(out), str(hf_dir), fingerprint, True, checked, difference)
+    return Conversion(str(out), str(hf_dir), known, True, checked, difference, layers)
 
 
 def convert_to_torch_dist(
@@ -83,8 +90,10 @@ def convert_to_torch_dist(
     Weight by weight, in the source's dtypes: memory for the `workers` largest weights. Skipped when
     `out_dir` already holds it; one that was interrupted is continued. The directory appears under
     its name only when complete and compared with the source: an older conversion there is replaced,
-    anything else is not. "auto" compares logits with transformers' where two float32 models fit
-    into memory, else the tensors bit for bit. Joins a process group of its own.
+    anything else is not. Every tensor is read back and compared, bit for bit. "auto" compares
+    logits with transformers' as well, of the first layers among which is one of every kind, where
+    two such float32 models fit into memory; "logits" those of the whole model; "tensors" none.
+    Joins a process group of its own.
     Raises FileNotFoundError, UnsupportedModel, FileExistsError, Busy or ConversionError.
     """
     done = converted(hf_dir, out_dir)
@@ -97,18 +106,24 @@ def convert_to_torch_dist(
         try:
             stream = Stream(source, directory)
             digests = stream.run(workers, report)
-            if check == "auto":
-                check = "logits" if logits_fit(stream.weights) else "tensors"
-            difference = _compare(directory, source, check, workers)
+            difference, layers = _compare_logits(directory, source, check, stream.map)
         except (ConversionError, ValueError, KeyError):
             shutil.rmtree(directory)  # going on would end in the same way
             raise
         (directory / PROGRESS_FILE).unlink()
         copy_hf_files(source, directory / HF_DIR)
-        about = {"fingerprint": fingerprint, "checked": check, "logit_difference": difference}
-        manifest.seal(directory, digests, kind=KIND, **about)
+        checked = "tensors" if difference is None else "logits"
+        manifest.seal(
+            directory,
+            digests,
+            kind=KIND,
+            fingerprint=fingerprint,
+            checked=checked,
+            logit_difference=difference,
+            layers=layers,
+        )
         manifest.put_in_place(directory, out)
-    return Conversion(str(out), str(source), fingerprint, False, check, difference)
+    return Conversion(str(out), str(source), fingerprint, False, checked, difference, layers)
 
 
 def _may_replace(out: Path) -> None:
@@ -119,16 +134,20 @@ def _may_replace(out: Path) -> None:
         raise FileExistsError(f"{out} holds something else than a conversion; choose another path")
 
 
-def _compare(directory: Path, source: Path, check: str, workers: int) -> float | None:
-    """The difference of logits, or None when tensors were compared. Raises ConversionError."""
-    if check == "logits":
-        return logit_difference(directory, source)
-    differing = differing_tensors(directory, source, workers)
-    if differing:
-        raise ConversionError(
-            f"{len(differing)} tensors of the converted {source} differ, {differing[0]} first"
-        )
-    return None
+def _compare_logits(
+    directory: Path, source: Path, check: Check, layout: ShardMap
+) -> tuple[float | None, int | None]:
+    """The difference of logits, and of how many layers unless of all; None when not compared."""
+    from miles_core.modeling.hf_config import read_spec
+
+    if check == "tensors":
+        return None, None
+    spec, layers = read_spec(source), None
+    if check == "auto":
+        layers = telling_layers(spec)
+        if not logits_fit(values_of(layout, cut_short(spec, layers))):
+            return None, None
+    return logit_difference(directory, source, layers, layout), layers
 
 
 def _parser() -> argparse.ArgumentParser:

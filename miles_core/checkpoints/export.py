@@ -103,7 +103,7 @@ class _Export:
         from miles_core.modeling.families import weights
         from miles_core.modeling.hf_config import read_spec
         from miles_core.modeling.shard_map import shard_map
-        from miles_core.modeling.sharded_files import ShardReader
+        from miles_core.modeling.shard_reader import ShardReader
 
         spec = read_spec(source / HF_DIR)
         self._weights = list(weights(spec))

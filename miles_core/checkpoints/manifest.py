@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -13,11 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from miles_core import digest
 from miles_core.checkpoints.layout import MANIFEST_FILE
 
 THREADS = 4  # that read and digest files
 
-# name of a file -> its size and SHA-256
+# name of a file -> its size and digest
 Digests = dict[str, tuple[int, str]]
 
 
@@ -41,16 +41,10 @@ def write_durably(path: Path, text: str) -> None:
     sync(path.parent)
 
 
-def digest(path: Path) -> str:
-    """SHA-256 (hex) of a file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def digests(paths: list[Path]) -> list[str]:
-    """SHA-256 of several files, several at a time."""
+def digests(paths: list[Path], algorithm: str = digest.ALGORITHM) -> list[str]:
+    """Digests of several files, several at a time."""
     with ThreadPoolExecutor(THREADS) as pool:
-        return list(pool.map(digest, paths))
+        return list(pool.map(lambda path: digest.of_file(path, algorithm), paths))
 
 
 def _files(directory: Path) -> dict[str, Path]:
@@ -64,7 +58,7 @@ def _files(directory: Path) -> dict[str, Path]:
 def seal(directory: Path, known: Digests | None = None, **about: Any) -> None:
     """Sync everything below `directory` and write its manifest, with `about` beside the files.
 
-    `known` has size and SHA-256 of files that were digested while they were written.
+    `known` has size and digest of files that were digested while they were written.
     """
     files = _files(directory)
     for path in files.values():
@@ -72,18 +66,23 @@ def seal(directory: Path, known: Digests | None = None, **about: Any) -> None:
     unknown = [name for name in files if name not in (known or {})]
     found = digests([files[name] for name in unknown])
     sizes = {
-        name: (files[name].stat().st_size, sha256)
-        for name, sha256 in zip(unknown, found, strict=True)
+        name: (files[name].stat().st_size, value)
+        for name, value in zip(unknown, found, strict=True)
     }
     both = {**(known or {}), **sizes}
-    entries = {name: {"size": both[name][0], "sha256": both[name][1]} for name in files}
+    entries = {name: {"size": both[name][0], digest.ALGORITHM: both[name][1]} for name in files}
     for folder in (p for p in directory.rglob("*") if p.is_dir()):
         sync(folder)
     write_durably(directory / MANIFEST_FILE, json.dumps({**about, "files": entries}, indent=1))
 
 
 def _is_entry(value: Any) -> bool:
-    return isinstance(value, dict) and {"size", "sha256"} <= value.keys()
+    return isinstance(value, dict) and "size" in value and _algorithm(value) is not None
+
+
+def _algorithm(entry: dict[str, Any]) -> str | None:
+    """The digest of an entry stands under its algorithm's name."""
+    return next((name for name in digest.KNOWN if name in entry), None)
 
 
 def read(directory: Path) -> dict[str, Any] | None:
@@ -120,7 +119,10 @@ def _fault(path: Path | None, entry: dict[str, Any]) -> str | None:
         size = path.stat().st_size
         if size != entry["size"]:
             return f"has {size} bytes, not {entry['size']}"
-        return None if digest(path) == entry["sha256"] else "was changed"
+        algorithm = _algorithm(entry)
+        assert algorithm is not None
+        same = digest.of_file(path, algorithm) == entry[algorithm]
+        return None if same else "was changed"
     except OSError as error:
         return f"cannot be read: {error.strerror}"
 

@@ -66,17 +66,25 @@ def begin(root: str | Path, iteration: int) -> Path:
     return temporary
 
 
-def publish(tmp: Path, root: str | Path, iteration: int, state: dict[str, Any], keep: int) -> Path:
+def publish(
+    tmp: Path,
+    root: str | Path,
+    iteration: int,
+    state: dict[str, Any],
+    keep: int,
+    known: manifest.Digests | None = None,
+) -> Path:
     """Complete the checkpoint in `tmp` and make it the newest; all but `keep` are dropped.
 
-    `state` goes into `miles_state.json` with the iteration. Raises ValueError for `keep` below 1.
+    `state` goes into `miles_state.json` with the iteration. `known` has size and digest of files
+    that were digested while they were written. Raises ValueError for `keep` below 1.
     """
     if keep < 1:
         raise ValueError("at least one checkpoint has to be kept")
     root = Path(root)
     content = {**state, "iteration": iteration}
     manifest.write_durably(tmp / STATE_FILE, json.dumps(content, indent=1))
-    manifest.seal(tmp, iteration=iteration)
+    manifest.seal(tmp, known, iteration=iteration)
     target = root / _name(iteration)
     manifest.put_in_place(tmp, target)
     manifest.write_durably(root / TRACKER_FILE, f"{iteration}\n")
@@ -109,7 +117,7 @@ def latest(root: str | Path) -> Checkpoint | None:
 
     Newer ones that do not are named in `passed_over`. The directories decide, not the tracker: a
     crash may fall between the two. Raises UserError when there are checkpoints but none is whole:
-    whether to begin anew is then not for a program to say.
+    a run does not begin anew by itself.
     """
     passed_over: list[str] = []
     for iteration, path in _published(Path(root)):
@@ -121,6 +129,6 @@ def latest(root: str | Path) -> Checkpoint | None:
     if passed_over:
         raise UserError(
             f"no checkpoint in {root} is whole: {'; '.join(passed_over)}",
-            "Restore one of them from a copy, or move the folder away to begin anew.",
+            "Restore one of them from a copy, or begin another run.",
         )
     return None

@@ -20,7 +20,7 @@ class StoredAdapters:
     """A and B of every adapter of a checkpoint, read when they are asked for."""
 
     def __init__(self, directory: Path, about: adapters.Adapters) -> None:
-        from miles_core.modeling.sharded_files import ShardReader
+        from miles_core.modeling.shard_reader import ShardReader
 
         self._reader = ShardReader(directory)
         self._about = about

@@ -1,8 +1,8 @@
 """Conversion weight by weight: memory for the largest one, and a start that can be resumed.
 
-The weights are written group by group (a layer, the embedding) into one file each. `PROGRESS.jsonl`
-in the unfinished directory says which files are complete; a later start of the same source goes on
-behind them.
+The weights are written group by group (a layer, the embedding) into one file each, which is read
+back and compared with the source while the next one is written. `PROGRESS.jsonl` in the unfinished
+directory says which files are complete; a later start of the same source goes on behind them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from miles_core.checkpoints import manifest
+from miles_core import digest
+from miles_core.checkpoints.compare import ConversionError, differing_parts
 
 if TYPE_CHECKING:
     from miles_core.modeling.mapping import Weight
     from miles_core.modeling.sharded_files import ShardFile
 
 PROGRESS_FILE = "PROGRESS.jsonl"
-_VERSION = 1
+_VERSION = 2
 _LAYER = re.compile(r"(decoder\.layers\.\d+)\.")
 
 
@@ -121,22 +122,20 @@ class Stream:
         spec = read_spec(hf_dir)
         self._directory = directory
         self._tensor = HFReader(hf_dir)
-        self._map = shard_map(spec)
+        self.map = shard_map(spec)
         groups: dict[str, list[Weight]] = {}
         for weight in weights(spec):
             groups.setdefault(_group(weight), []).append(weight)
         self._groups = list(groups.values())
-        unfilled = self._map.shapes.keys() - {w.ours for g in self._groups for w in g}
+        unfilled = self.map.shapes.keys() - {w.ours for g in self._groups for w in g}
         if unfilled:
             raise ValueError(f"no Hugging Face tensor fills {sorted(unfilled)}")
 
-    @property
-    def weights(self) -> int:
-        """Number of single values in the model."""
-        return sum(self._elements())
-
     def run(self, workers: int, report: Report | None) -> dict[str, tuple[int, str]]:
-        """Write what is missing, then the index; size and SHA-256 of every shard file."""
+        """Write what is missing, then the index; size and digest of every shard file.
+
+        Raises ConversionError when what was written is not what the source holds.
+        """
         from miles_core.modeling.sharded_files import Item, without_crc32, write_index
 
         complete = self._complete()
@@ -157,51 +156,50 @@ class Stream:
                 raise
         noted = {entry["number"]: entry for entry in _entries(self._directory)[1:]}
         entries = [noted[number] for number in sorted(noted)]
-        items = [Item(*_tuples(item)) for entry in entries for item in entry["items"]]
+        items = [Item.of(item) for entry in entries for item in entry["items"]]
         write_index(self._directory, items, common={"extra": {}})
-        return {entry["file"]: (entry["size"], entry["sha256"]) for entry in entries}
+        return {entry["file"]: (entry["size"], entry["digest"]) for entry in entries}
 
     def _complete(self) -> dict[int, dict[str, Any]]:
         """Entries of the files that an earlier start completed and that are as it left them."""
         complete = {}
         for entry in _entries(self._directory)[1:]:
             path = self._directory / entry["file"]
-            if path.is_file() and manifest.digest(path) == entry["sha256"]:
+            if path.is_file() and digest.of_file(path) == entry["digest"]:
                 complete[entry["number"]] = entry
         return complete
 
     def _elements(self) -> list[int]:
         """Number of values of each group; the last one has only empty objects."""
-        shapes = self._map.shapes
+        shapes = self.map.shapes
         return [sum(math.prod(shapes[w.ours]) for w in group) for group in self._groups] + [0]
 
     def _write(self, number: int) -> dict[str, Any]:
-        """Write the file of one group."""
-        from miles_core.modeling.sharded_files import ShardFile
+        """Write the file of one group and compare it with the source."""
+        from miles_core.modeling.shard_reader import ShardReader
+        from miles_core.modeling.sharded_files import ShardFile, index_of
 
         name = f"__0_{number}.distcp"
-        file = ShardFile(self._directory / name)
-        try:
-            if number == len(self._groups):
-                for key in self._map.objects:
-                    file.add_empty(key)
-            else:
-                for weight in self._groups[number]:
-                    self._add(file, weight)
-        finally:
-            size, sha256 = file.close()
-        items = [list(vars(item).values()) for item in file.items]
-        return {"number": number, "file": name, "size": size, "sha256": sha256, "items": items}
+        group = self._groups[number] if number < len(self._groups) else []
+        with ShardFile(self._directory / name) as file:
+            for weight in group:
+                self._add(file, weight)
+            for key in self.map.objects if number == len(self._groups) else ():
+                file.add_object(key, None)
+        size, value = file.digest
+        stored = ShardReader(self._directory, index_of(file.items))
+        for weight in group:
+            differing = differing_parts(weight, stored, self.map, self._tensor)
+            if differing:
+                raise ConversionError(f"tensors of the converted model differ: {differing[0]}")
+        items = [item.plain() for item in file.items]
+        return {"number": number, "file": name, "size": size, "digest": value, "items": items}
 
     def _add(self, file: ShardFile, weight: Weight) -> None:
-        parts = self._tensor.parts(weight, self._map.shapes[weight.ours])
+        parts = self._tensor.parts(weight, self.map.shapes[weight.ours])
         value = weight.cut.shard(parts, 0, 1).contiguous()
-        for piece in self._map.pieces[weight.ours]:
-            file.add(piece, value)
-
-
-def _tuples(item: list[Any]) -> list[Any]:
-    return [tuple(value) if isinstance(value, list) else value for value in item]
+        for piece in self.map.pieces[weight.ours]:
+            file.add(piece.region(value))
 
 
 class _Clock:

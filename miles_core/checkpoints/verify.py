@@ -45,7 +45,7 @@ def verify(directory: Path, hf_dir: Path | None = None, base: Path | None = None
 
     The comparison joins a process group of its own.
     """
-    from miles_core.modeling.sharded_files import index_problem
+    from miles_core.modeling.shard_reader import index_problem
 
     checks = [Checked("files", store.verify(directory))]
     if checks[-1].problem is None:

@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 import ray
 
 from miles_core.agent_server.client import AgentServerClient
-from miles_core.checkpoints import store
 from miles_core.cluster.addresses import session_host
 from miles_core.cluster.fleet import Fleet, Inputs
 from miles_core.cluster.no_signal import NoSignal
+from miles_core.cluster.saving import Saver, resume_point
 from miles_core.cluster.tracking import Tracker
 from miles_core.cluster.trainers import TrainerGroup
 from miles_core.cluster.weight_push import PushSettings, WeightPush
@@ -57,8 +57,7 @@ class Attempt:
         self._journal = events
         self._stop = asyncio.Event()
         self._fleet = Fleet(run, self.config, self.inputs, number, self._alarm)
-        self._saved_iteration = 0
-        self._unsaved: dict[str, Any] | None = None
+        self._trained: dict[str, Any] | None = None
         self._tracker = Tracker(
             self.config.tracking,
             run.path.name,
@@ -96,7 +95,7 @@ class Attempt:
 
     async def run(self) -> None:
         """Train all steps that are left."""
-        checkpoint = store.latest(self.run_dir.checkpoints)
+        checkpoint = resume_point(self.run_dir)
         self.step = 0 if checkpoint is None else checkpoint.iteration
         source = PromptSource(
             self.inputs.rows, seed=self.config.run.seed, shuffle=self.config.data.shuffle
@@ -115,7 +114,6 @@ class Attempt:
             for passed_over in checkpoint.passed_over:
                 self._journal.append("alarm", kind="checkpoint_damaged", detail=passed_over)
             source.restore(checkpoint.state["cursor"])
-            self._saved_iteration = checkpoint.iteration
             self._reconcile(checkpoint.state)
         async with self._stage("services"):
             await self._start_services(None if checkpoint is None else str(checkpoint.path))
@@ -124,9 +122,12 @@ class Attempt:
         except Interrupted:
             # A save needs the ranks alone; who asked to stop may have ended the services too.
             self._fleet.stop()
-            if self._unsaved is not None:
-                await self._save(self._unsaved)
+            if self._trained is not None:
+                await self._save(self._trained)
+            await self._saver.settle()
             raise
+        finally:
+            await self._saver.leave()
 
     def _reconcile(self, state: dict[str, Any]) -> None:
         """Journal a step whose checkpoint was published just before a crash."""
@@ -153,6 +154,14 @@ class Attempt:
         )
         await asyncio.gather(self._guard(setup), self._fleet.engines.wait())
         self._fleet.record("ranks", await self._trainers.processes())
+        self._saver = Saver(
+            self._trainers,
+            self.run_dir.checkpoints,
+            self._journal,
+            keep=self.config.run.keep_checkpoints,
+            background=self.config.checkpoint.async_save,
+            published=self.step,
+        )
         session_urls = await self._fleet.wait_sessions()
         self._weights = WeightPush(
             self._fleet.engines,
@@ -204,16 +213,17 @@ class Attempt:
         while self.step < total:
             rows = source.draw(self.config.rollout.rollout_batch_size)
             path = await self._roll_out(rows)
+            self._saver.check()
             metrics = await self._train(path)
             self.step += 1
-            self._unsaved = {
+            self._trained = {
                 "iteration": self.step,
                 "weight_version": self.step + 1,
                 "cursor": source.state(),
                 "metrics": metrics,
             }
             if self.step % self.config.checkpoint.save_interval == 0 or self.step == total:
-                await self._save(self._unsaved)
+                await self._save(self._trained)
             self._journal_trained(self.step - 1, metrics)
             if self._stop.is_set() and self.step < total:
                 raise Interrupted
@@ -222,6 +232,8 @@ class Attempt:
                 await self._evaluate()
             self._prune()
         await self._export()
+        await self._guard(self._saver.settle())
+        self._prune()
 
     async def _roll_out(self, rows: list[Row]) -> Path:
         """The step's dump: of an earlier attempt, when it holds these very rows, else made now."""
@@ -302,28 +314,8 @@ class Attempt:
         self._journal.append("step_trained", step=step, metrics=metrics)
 
     async def _save(self, state: dict[str, Any]) -> None:
-        assert self._trainers is not None
-        started = time.monotonic()
-        root = self.run_dir.checkpoints
         async with self._stage("save"):
-            directory = await asyncio.to_thread(store.begin, root, self.step)
-            await self._guard(self._trainers.call("save", str(directory)))
-            path = await asyncio.to_thread(
-                store.publish,
-                directory,
-                root,
-                self.step,
-                state,
-                self.config.run.keep_checkpoints,
-            )
-        self._saved_iteration = self.step
-        self._unsaved = None
-        self._journal.append(
-            "checkpoint_saved",
-            iteration=self.step,
-            path=str(path),
-            seconds=round(time.monotonic() - started, 3),
-        )
+            await self._guard(self._saver.save(state))
 
     async def _push(self) -> None:
         """Give the engines the trainer's weights under the version `step + 1`."""
@@ -348,7 +340,7 @@ class Attempt:
         retention.prune(
             self.run_dir,
             steps_done=self.step,
-            resume_from=self._saved_iteration,
+            resume_from=self._saver.published,
             trial_steps=state.trial_steps,
             keep_dumps=self.config.run.keep_dumps,
             keep_trials=self.config.run.keep_trials,

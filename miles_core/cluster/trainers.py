@@ -56,7 +56,11 @@ class TrainerGroup:
 
         Raises RankDied, naming the rank, when a process has ended, else the first error of a rank.
         """
-        return (await self._on_all("call", method, *args))[0]
+        return (await self.answers(method, *args))[0]
+
+    async def answers(self, method: str, *args: Any) -> list[Any]:
+        """As `call`, the answers of all."""
+        return await self._on_all("call", method, *args)
 
     async def watch(self) -> None:
         """Return never; raises RankDied or RankSilent, whatever the ranks are in the middle of."""

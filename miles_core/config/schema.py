@@ -315,6 +315,11 @@ class CheckpointConfig(Section):
     """When to save."""
 
     save_interval: int = Field(20, ge=1, description="Steps between checkpoints; the last is saved")
+    async_save: bool = Field(
+        True,
+        description="Write checkpoints while the run goes on, from a copy of the state in memory; "
+        "where there is no memory for it, and without this, the run waits for each",
+    )
 
 
 class ClusterConfig(Section):

@@ -103,13 +103,6 @@ class PolicyModel(GPTModel):
         state = super().sharded_state_dict(*args, **kwargs)
         return {name: value for name, value in state.items() if ADAPTER not in name}
 
-    def take(self, state: dict[str, Any]) -> None:
-        """Take over what `sharded_state_dict` was filled with."""
-        missing, unknown = self.load_state_dict(state, strict=False)
-        missing = [name for name in missing if ADAPTER not in name]
-        if missing or unknown:
-            raise ValueError(f"the model lacks values for {missing}, and has no {unknown}")
-
     def keep_router_biases(self) -> None:
         """Routers' biases stay float32 whatever the model was cast to."""
         for name, buffer in self.named_buffers():

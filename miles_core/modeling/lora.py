@@ -107,12 +107,6 @@ class Lora:
         """For a checkpoint: PEFT's names and whole shapes, whatever the layout."""
         return {tensor.name: tensor.sharded() for tensor in self.tensors()}
 
-    @torch.no_grad()
-    def take(self, state: dict[str, torch.Tensor]) -> None:
-        """Take over what `sharded_state` was filled with."""
-        for tensor in self.tensors():
-            tensor.value.copy_(state[tensor.name])
-
     def changed_weights(self) -> set[str]:
         """Weights of the whole model that adapters change, by their names in it."""
         return {target.weight.ours for target in self._targets}

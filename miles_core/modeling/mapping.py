@@ -30,6 +30,11 @@ def _join(tensors: Tensors, dim: int = 0) -> torch.Tensor:
     return torch.cat(list(tensors), dim)
 
 
+def _cat(parts: Tensors, dim: int = 0) -> torch.Tensor:
+    """torch.cat, without a copy of a single tensor."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
+
+
 class Whole:
     """One tensor, the same on every rank."""
 

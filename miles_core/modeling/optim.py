@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +13,13 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.transformer.module import Float16Module
 
+from miles_core.modeling import optim_state
 from miles_core.modeling.gpt import PolicyModel
 from miles_core.modeling.optim_offload import HostState
-from miles_core.modeling.optim_state import states_in_place
+from miles_core.modeling.regions import Region
 
 
 @dataclass(frozen=True)
@@ -132,41 +133,21 @@ class Optimizer:
         """Take over parameters that were written from outside (for bfloat16 main copies)."""
         self._inner.reload_model_params()
 
-    def sharded_state(self, model_state: dict[str, Any], loading: bool) -> dict[str, Any]:
-        """State for dist_checkpointing that another layout of ranks can load. Collective.
+    def own_ranges(self) -> dict[torch.nn.Parameter, slice]:
+        """For each parameter of which this rank updates something, which of its values."""
+        return optim_state.own_ranges(self._inner.chained_optimizers)
 
-        Tensors alone, under the names of their parameters: with expert parallelism megatron has an
-        optimizer for the experts and one for the rest, without it a single one.
+    def state_regions(self, model_state: dict[str, Any], *, saving: bool) -> Iterator[Region]:
+        """This rank's state for a checkpoint, without the step of each parameter.
+
+        With expert parallelism megatron has an optimizer for the experts and one for the rest,
+        without it a single one.
         """
-        return {
-            str(number): part.sharded_param_state_fully_reshardable(
-                model_state,
-                is_loading=loading,
-                metadata={"distrib_optim_sharding_type": "fully_reshardable"},
-            )
-            for number, part in enumerate(self._inner.chained_optimizers)
-        }
+        return optim_state.state_regions(self._inner.chained_optimizers, model_state, saving=saving)
 
-    def load_state(self, state: dict[str, Any], steps: int) -> None:
-        """Load what `sharded_state` saved after `steps` updates."""
-        for number, part in enumerate(self._inner.chained_optimizers):
-            part.load_parameter_state_from_fully_reshardable(state[str(number)])
+    def set_steps(self, steps: int) -> None:
+        """The number of updates that a loaded state has seen, for every parameter on its own."""
+        for part in self._inner.chained_optimizers:
             for entry in part.optimizer.state.values():
                 entry["step"] = torch.tensor(float(steps))
         self.steps = steps
-
-
-def _set_states_but_step(
-    self: DistributedOptimizer, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]
-) -> None:
-    """megatron's method looks for a `step` that a resharded checkpoint keeps elsewhere."""
-    group, index = self.model_param_group_index_map[model_param]
-    state = self.optimizer.state[self.optimizer.param_groups[group]["params"][index]]
-    step = state.pop("step")
-    _megatron_set_states(self, model_param, tensors)
-    state["step"] = step
-
-
-_megatron_set_states = DistributedOptimizer._set_main_param_and_optimizer_states
-DistributedOptimizer._set_main_param_and_optimizer_states = _set_states_but_step
-DistributedOptimizer.get_parameter_state_dp_zero = states_in_place

@@ -1,52 +1,46 @@
-"""The optimizer's state for a checkpoint, without copies where one rank holds all of it."""
+"""The part of the optimizer's state that this rank owns, as regions of the stored tensors.
+
+Each data-parallel rank stores the ranges of the parameters that its optimizer updates, and reads
+the ranges that it updates from whatever ranges were stored: nothing is gathered, and any layout
+of ranks loads what another one saved.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from miles_core.modeling.regions import Region, is_writer, regions, tensors
+
 KEYS = ("param", "exp_avg", "exp_avg_sq")
+PREFIX = "optimizer.state."
 
 
-class _Flat:
-    """Stands for the flat tensor of a buffer; gives the state of the parameter at a place in it."""
-
-    def __init__(self, states: dict[int, torch.Tensor] | None) -> None:
-        self._states = states
-
-    def __getitem__(self, place: slice) -> torch.Tensor:
-        if self._states is None:
-            return torch.empty(place.stop - place.start, dtype=torch.float32)
-        return self._states[place.start].detach().flatten()
+def own_ranges(parts: list[DistributedOptimizer]) -> dict[torch.nn.Parameter, slice]:
+    """For each parameter of which this rank updates something, which of its values."""
+    ranges = {}
+    for part in parts:
+        for param in part.model_param_gbuf_map:
+            own = part._get_model_param_range_map(param)["param"]
+            ranges[param] = slice(own.start, own.end)
+    return ranges
 
 
-def states_in_place(
-    self: DistributedOptimizer,
-    use_gloo_comm: bool = True,
-    empty_data: bool = False,
-    return_on_all_ranks: bool = False,
-) -> dict[Any, Any] | None:
-    """megatron's method copies the whole state of a data-parallel group several times over; a
-    group of one needs no copy, and to load it only memory for each tensor's own values."""
-    if self.data_parallel_group.size() > 1:
-        gathered: dict[Any, Any] | None = _megatron_states(
-            self, use_gloo_comm, empty_data, return_on_all_ranks
-        )
-        return gathered
-    state: dict[Any, Any] = {"buckets_coalesced": True}
-    for index, ranges in enumerate(self.gbuf_ranges):
-        ((dtype, buckets),) = ranges.items()
-        starts = {p: place[0] for p, place in self.buffers[index].param_index_map.items()}
-        held: dict[str, dict[int, torch.Tensor]] = {key: {} for key in KEYS}
-        for bucket in buckets if not empty_data else []:
-            for param in bucket["param_map"]:
-                tensors = self._get_main_param_and_optimizer_states(param)
-                for key in KEYS:
-                    held[key][starts[param]] = tensors[key]
-        state[index] = {dtype: {k: _Flat(None if empty_data else held[k]) for k in KEYS}}
-    return state
-
-
-_megatron_states = DistributedOptimizer.get_parameter_state_dp_zero
+def state_regions(
+    parts: list[DistributedOptimizer], model_state: Mapping[str, Any], *, saving: bool
+) -> Iterator[Region]:
+    """Float32 parameters and moments of this rank's ranges; `saving`: only those that this rank
+    stores, where others (of its tensor-parallel group) hold the same."""
+    described = {value.data: value for value in tensors(model_state)}
+    for part in parts:
+        for param in part.model_param_gbuf_map:
+            value = described[param]
+            if saving and not is_writer(value, of_ranges=True):
+                continue
+            start = part._get_model_param_range_map(param)["param"].start
+            state = part._get_main_param_and_optimizer_states(param)
+            for key in KEYS:
+                yield from regions(value, f"{PREFIX}{key}.", state[key], start)

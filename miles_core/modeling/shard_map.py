@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import (
-    ShardedObject,
-    ShardedTensor,
-    ShardedTensorFactory,
-)
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
 from miles_core.modeling import parallel
 from miles_core.modeling.gpt import PolicyModel
 from miles_core.modeling.hf_config import ModelSpec
 from miles_core.modeling.model_config import transformer_config
+from miles_core.modeling.regions import Region, sharded_tensors
 
 
 @dataclass(frozen=True)
@@ -34,10 +29,10 @@ class Piece:
     stride: tuple[int, ...]
     start: int
 
-    def of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The region's values in a contiguous parameter; shares its memory."""
+    def region(self, parameter: torch.Tensor) -> Region:
+        """The region with its values in a contiguous parameter, whose memory it shares."""
         view = torch.as_strided(parameter, self.part, self.stride, self.start)
-        return view.reshape(self.sizes)
+        return Region(self.key, self.whole, self.offset, view.view(self.sizes))
 
 
 @dataclass(frozen=True)
@@ -48,19 +43,6 @@ class ShardMap:
     pieces: dict[str, list[Piece]]
     shapes: dict[str, tuple[int, ...]]
     objects: list[str]
-
-
-def _tensors(value: Any) -> Iterator[ShardedTensor]:
-    if isinstance(value, ShardedTensorFactory):
-        yield from _tensors(value.build())
-    elif isinstance(value, ShardedTensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _tensors(item)
 
 
 def _piece(sharded: ShardedTensor) -> Piece:
@@ -89,7 +71,7 @@ def shard_map(spec: ModelSpec) -> ShardMap:
             if isinstance(value, ShardedObject):
                 objects.append(value.unique_key)
             elif name in shapes:
-                pieces[name] = [_piece(sharded) for sharded in _tensors(value)]
+                pieces[name] = [_piece(sharded) for sharded in sharded_tensors(value)]
     finally:
         parallel.stop()
     missing = shapes.keys() - pieces.keys()

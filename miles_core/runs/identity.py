@@ -52,6 +52,7 @@ ALLOWED = frozenset(
         "training.update_weight_transport",
         "training.check_weight_update_equal",
         "checkpoint.save_interval",
+        "checkpoint.async_save",
         "cluster.ray_address",
         "cluster.stall_seconds",
         "cluster.first_step_grace_s",

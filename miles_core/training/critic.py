@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from miles_core.checkpoints import adapters
@@ -95,10 +93,10 @@ class Critic(TrainedModel):
         extra = dist_state.load_named(directory, NAME, self.model, self.optimizer)
         self.refused_updates = extra["refused_updates"]
 
-    def state(self) -> dict[str, Any]:
-        """What `load` needs, as an entry of a checkpoint. Collective."""
+    def state(self) -> dist_state.State:
+        """What `load` needs of this rank, to be stored beside the policy's."""
         extra = {"refused_updates": self.refused_updates}
-        return {NAME: dist_state.named_state(NAME, self.model, self.optimizer, extra)}
+        return dist_state.collect_named(NAME, self.model, self.optimizer, extra)
 
 
 def start_critic(critic: Critic, load: str, critic_load: str | None, resumed: bool) -> None:

@@ -164,7 +164,7 @@ class Policy(TrainedModel):
             self.refused_updates = extra["refused_updates"]
         return extra is not None
 
-    def save(self, directory: str, more: dict[str, Any] | None = None) -> None:
-        """Write everything that the next update depends on, and further entries. Collective."""
+    def state(self) -> dist_state.State:
+        """Everything of this rank that the next update depends on."""
         extra = {"refused_updates": self.refused_updates}
-        dist_state.save(directory, self.model, self.optimizer, extra, more)
+        return dist_state.collect(self.model, self.optimizer, extra)

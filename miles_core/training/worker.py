@@ -16,6 +16,7 @@ import torch.distributed as dist
 from miles_core import modeling
 from miles_core.checkpoints import adapters
 from miles_core.checkpoints.layout import HF_DIR, STATE_FILE, copy_hf_files
+from miles_core.checkpoints.manifest import Digests
 from miles_core.config.layout import layout_error, read_model_shape
 from miles_core.modeling import dist_state, parallel
 from miles_core.modeling.hf_config import read_spec
@@ -37,6 +38,7 @@ from miles_core.training.guards import (
 )
 from miles_core.training.policy import Policy
 from miles_core.training.reduce import max_over_ranks
+from miles_core.training.save import Save
 from miles_core.training.sft_loss import SFT_NAMES, sft_loss
 from miles_core.training.weight_sender import WeightSender
 
@@ -74,6 +76,7 @@ class TrainerWorker:
         self._critic: Critic | None = None
         self._hf_files = Path()
         self.weights = WeightSender(config.update_weight_buffer_size)
+        self._save: Save | None = None
 
     def init(
         self, load: str, ref_load: str | None = None, critic_load: str | None = None
@@ -152,6 +155,8 @@ class TrainerWorker:
         step or a sample that does not fit, NonFiniteError after too many refused updates, and
         CorruptionError for ranks that disagree or weights that are no longer finite.
         """
+        if self._save is not None and not self._save.background:
+            raise RuntimeError("a save that is not in the background is in flight")
         started = time.perf_counter()
         batch = load_rollout(rollout_path)
         if batch.step != step:
@@ -219,20 +224,49 @@ class TrainerWorker:
         self.policy.record("old", [[sample]])
         return sample.logprobs.get("old", torch.zeros(len(tokens)))
 
-    def save(self, directory: str) -> None:
-        """Write model, optimizer, its step count and the random states into `directory`, and a
-        critic with its own.
+    def save(self, directory: str) -> Digests:
+        """Write model, optimizer, its step count and the random states, and a critic with its
+        own, and wait for it.
 
         The directory is one from `checkpoints.store.begin`; publishing it is the caller's part.
+        Returns what `finish_save` does and raises as it does.
         """
-        if self._layout.rank == 0:
-            Path(directory).mkdir(parents=True, exist_ok=True)
-        dist.barrier()
-        self.policy.save(directory, None if self._critic is None else self._critic.state())
-        if self._layout.rank == 0:
-            self._copy_hf_files(Path(directory) / HF_DIR)
-            describe_adapters(self.policy, directory)
-        dist.barrier()
+        self.start_save(directory, background=False)
+        return self.finish_save()
+
+    def start_save(self, directory: str, background: bool) -> bool:
+        """Begin to write what the next step depends on; whether the rest is done beside it.
+
+        In the background the state is copied, so that the worker may train at once; where the
+        copies do not fit into memory it may not train before `finish_save`, and False is returned.
+        """
+        if self._save is not None:
+            raise RuntimeError("a save is in flight; call finish_save first")
+        state = self.policy.state()
+        if self._critic is not None:
+            state = state.with_(self._critic.state())
+        self._save = Save(Path(directory), state, background)
+        return self._save.background
+
+    def save_ended(self) -> bool:
+        """Whether this rank's part of the save in flight is written, or failed. Not collective."""
+        return self._save is not None and self._save.ended
+
+    def finish_save(self) -> Digests:
+        """Wait for the save in flight and complete its directory; then it may be published.
+
+        Rank 0 returns size and digest of the files that were digested while they were written.
+        Raises SaveError, on all ranks, that names the file which could not be written.
+        """
+        if self._save is None:
+            raise RuntimeError("no save is in flight")
+        save, self._save = self._save, None
+        return save.finish(self._complete)
+
+    def _complete(self, directory: Path) -> None:
+        """What a checkpoint holds beside the ranks' files."""
+        self._copy_hf_files(directory / HF_DIR)
+        describe_adapters(self.policy, str(directory))
 
     def export_hf(self, directory: str, dtype: str | None = None) -> dict[str, str]:
         """Rank 0 writes a Hugging Face directory; it replaces what is there when complete.

@@ -48,6 +48,7 @@ class Run:
         self.log = Path(plan["log"])
         changes = {**OPTIONS, **plan.get("changes", {})}
         config = replace(CONFIG, tensor_model_parallel_size=plan["tp"], **changes)
+        self.saving: tuple[Path, int, dict[str, Any]] | None = None
         self.worker = TrainerWorker(config, rank, plan["world"], "127.0.0.1", plan["port"])
 
     def go(self, wait_for_tracer: Any) -> None:
@@ -67,34 +68,57 @@ class Run:
             self._write({"resumed": step, "passed_over": checkpoint.passed_over})
         while step < self.plan["until"]:
             rows = [row.index for row in source.draw(DRAWN)]
-            metrics = self.worker.train(step, str(self._rollout(step, rows)))
+            metrics = self._train(step, rows)
             step += 1
             entry = {"step": step - 1, "rows": rows}
             entry |= {name: metrics[name] for name in LOGGED if name in metrics}
             entry["random"] = [torch.rand(1).item(), random.random()]
             if self.rank == 0:
                 self._write(entry)
+            self._end_save()
             if step in self.plan["saves"]:
                 if step == self.plan.get("traced_save"):
                     wait_for_tracer()
-                self._save(step, source)
+                self._begin_save(step, source)
+        self._end_save()
         self.worker.close()
+
+    def _train(self, step: int, rows: list[int]) -> dict[str, Any]:
+        """A step; a folder says that it trains beside a save in the background."""
+        beside = self.saving is not None and self.rank == self.plan.get("traced_rank", 0)
+        if beside:
+            (self.root / "training").mkdir(exist_ok=True)
+        metrics = self.worker.train(step, str(self._rollout(step, rows)))
+        if beside:
+            (self.root / "training").rmdir()
+        return metrics
 
     def _rollout(self, step: int, rows: list[int]) -> Path:
         path = self.log.with_name(f"rollout-{os.getpid()}.pt")
         return make_rollout(path, step=step, seed=100 * rows[0] + rows[1], groups=1)
 
-    def _save(self, step: int, source: PromptSource) -> None:
+    def _begin_save(self, step: int, source: PromptSource) -> None:
         tmp = self.log.with_name("directory")
         if self.rank == 0:
             directory = store.begin(self.root, step)
             tmp.write_text(str(directory))
         torch.distributed.barrier()
         directory = Path(tmp.read_text())
-        self.worker.save(str(directory))
+        background = self.plan.get("background", False)
+        state = {"cursor": source.state(), "weight_version": step + 1}
+        self.saving = directory, step, state
+        assert self.worker.start_save(str(directory), background) == background
+        if not background:
+            self._end_save()
+
+    def _end_save(self) -> None:
+        if self.saving is None:
+            return
+        directory, step, state = self.saving
+        self.saving = None
+        known = self.worker.finish_save()
         if self.rank == 0:
-            state = {"cursor": source.state(), "weight_version": step + 1}
-            store.publish(directory, self.root, step, state, keep=2)
+            store.publish(directory, self.root, step, state, keep=2, known=known)
         torch.distributed.barrier()
 
     def _write(self, entry: dict[str, Any]) -> None:

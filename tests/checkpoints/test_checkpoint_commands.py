@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from miles_cli.main import main
 from miles_core.checkpoints.contents import contents
-from miles_core.modeling.sharded_files import read_index
+from miles_core.modeling.shard_reader import read_index
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from miles_core.modeling import dist_state, parallel  # noqa: E402
 from miles_core.modeling.gpt import build_model  # noqa: E402
 from miles_core.modeling.hf_config import read_spec  # noqa: E402
 from miles_core.modeling.hf_weights import HFReader, load_hf  # noqa: E402
-from miles_core.modeling.sharded_files import read_index  # noqa: E402
+from miles_core.modeling.shard_reader import read_index  # noqa: E402
 
 FAMILIES = (
     "qwen3",

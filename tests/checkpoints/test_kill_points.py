@@ -37,14 +37,13 @@ def replaced(file: str) -> str:
 POINTS: dict[str, tuple[Point, int]] = {
     "before the folder": (Point(f"mkdir {TMP}", 0), SAVED),
     "within common.pt": (middle(f"{TMP}/common.pt"), SAVED),
-    "within the first shard": (middle(f"{TMP}/__0_0.distcp", 80), SAVED),
+    "within the first shard": (middle(f"{TMP}/__0_0.distcp", 12), SAVED),
     "before the first shard is synced": (Point(f"fsync {TMP}/__0_0.distcp", 0), SAVED),
-    "within the second shard": (middle(f"{TMP}/__0_1.distcp", 80), SAVED),
-    "within the shards' index": (middle(f"{TMP}/.metadata.tmp"), SAVED),
-    "before the index has its name": (
-        Point(f"rename {TMP}/.metadata.tmp -> {TMP}/.metadata", 0),
-        SAVED,
-    ),
+    "within the second shard": (middle(f"{TMP}/__0_1.distcp", 12), SAVED),
+    "as the next step begins": (Point("mkdir training", 0, True), SAVED),
+    "after the next step": (Point("rmdir training", 0), SAVED),
+    "before the shards' index": (Point(f"open {TMP}/.metadata", 0), SAVED),
+    "within the shards' index": (middle(f"{TMP}/.metadata"), SAVED),
     "within metadata.json": (middle(f"{TMP}/metadata.json"), SAVED),
     "within hf/config.json": (middle(f"{TMP}/hf/config.json", 2), SAVED),
     "after the cursor has its name": (Point(replaced(f"{TMP}/miles_state.json"), 0, True), SAVED),
@@ -60,7 +59,7 @@ POINTS: dict[str, tuple[Point, int]] = {
 }
 SLOW = (
     "before the first shard is synced",
-    "before the index has its name",
+    "before the shards' index",
     "within metadata.json",
     "within hf/config.json",
     "before the manifest has its name",
@@ -88,14 +87,19 @@ def trace(crasher: Crasher) -> list[str]:
 
 
 def check(
-    crasher: Crasher, folder: str, point: Point, expected: int | None, want: list[dict[str, Any]]
+    crasher: Crasher,
+    folder: str,
+    point: Point,
+    expected: int | None,
+    want: list[dict[str, Any]],
+    background: bool = True,
 ) -> None:
     """Kill a run at the point, resume it, and compare all its steps with `want`."""
     root = crasher.copy("start", folder)
-    plan = {"traced_save": KILLED, "point": asdict(point)}
+    plan = {"traced_save": KILLED, "point": asdict(point), "background": background}
     answer = crasher.run(folder, until=UNTIL, saves=[KILLED], **plan)
     assert answer["killed"], f"{point} was not reached"
-    crasher.run(folder, until=UNTIL, saves=[KILLED])
+    crasher.run(folder, until=UNTIL, saves=[KILLED], background=background)
     log = crasher.log(folder)
     resumed = [entry for entry in log if "resumed" in entry][-1]
     assert resumed["passed_over"] == []
