@@ -37,11 +37,12 @@ def write(directory: str | Path, adapters: Adapters) -> None:
     (Path(directory) / LORA_FILE).write_text(json.dumps(asdict(adapters), indent=1) + "\n")
 
 
-def model_fingerprint(directory: str | Path) -> str:
+def model_fingerprint(directory: str | Path, like: str = "") -> str:
     """Fingerprint of a model that nothing was trained of: a conversion, which knows that of its
-    source, or a Hugging Face directory. Raises ValueError for anything else."""
+    source, or a Hugging Face directory (made as `like` was). Raises ValueError for anything else.
+    """
     if not (Path(directory) / "metadata.json").is_file():
-        return source_fingerprint(directory)
+        return source_fingerprint(directory, like)
     known = (manifest.read(Path(directory)) or {}).get("fingerprint")
     if not isinstance(known, str):
         raise ValueError(
@@ -65,6 +66,6 @@ def find_base(load: str | Path, given: str | Path | None) -> Path:
             f"{load} holds adapters of the model {base}, which is not there; convert that model "
             "again, or say where it is"
         )
-    if model_fingerprint(base) != wanted:
+    if model_fingerprint(base, like=wanted) != wanted:
         raise ValueError(f"{base} is not the model that the adapters of {load} belong to")
     return base
