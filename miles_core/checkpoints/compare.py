@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,6 @@ if TYPE_CHECKING:
     import torch
 
     from miles_core.modeling.hf_config import ModelSpec
-    from miles_core.modeling.hf_weights import Lookup
     from miles_core.modeling.mapping import Weight
     from miles_core.modeling.shard_map import ShardMap
     from miles_core.modeling.shard_reader import ShardReader
@@ -157,7 +157,7 @@ def compare_logits(model: object, hf_dir: Path, layers: int | None = None) -> fl
 
 
 def differing_parts(
-    weight: Weight, stored: ShardReader, layout: ShardMap, source: Lookup
+    weight: Weight, stored: ShardReader, layout: ShardMap, source: Callable[[str], torch.Tensor]
 ) -> list[str]:
     """Hugging Face names of a weight's tensors that are not, bit for bit, those of `source`."""
     value = stored.parameter(layout.pieces[weight.ours], layout.shapes[weight.ours])
