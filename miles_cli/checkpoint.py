@@ -236,11 +236,11 @@ def _inspect(args: argparse.Namespace) -> int:
         value = getattr(held, name)
         if value is not None:
             print(f"  {name.replace('_', ' '):<15} {value}")
-    print(f"\n  {'section':<10} {'entries':>8} {'values':>16} {'MB':>11}  dtypes")
+    print(f"\n  {'section':<16} {'entries':>8} {'values':>16} {'MB':>11}  dtypes")
     for section in held.sections:
         dtypes = ", ".join(sorted(section.dtypes)) or "-"
         print(
-            f"  {section.name:<10} {section.entries:>8} {section.values:>16,} "
+            f"  {section.name:<16} {section.entries:>8} {section.values:>16,} "
             f"{section.bytes / 1e6:>11.1f}  {dtypes}"
         )
     if args.tensors:
