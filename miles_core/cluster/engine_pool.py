@@ -188,6 +188,7 @@ class EnginePool:
         self._restarts = [t for t in self._restarts if now - t < RESTARTS_WITHIN_S]
         if len(self._restarts) < MOST_RESTARTS:
             self._restarts.append(now)
+            _reseed(service)
             service.start()
             member.started = now
             return
@@ -205,3 +206,10 @@ class EnginePool:
             if member.service is not None:
                 member.service.stop()
         self.members = []
+
+
+def _reseed(service: Service) -> None:
+    """Give a restarted engine other random numbers than it has used."""
+    if "--seed" in service.argv:
+        place = service.argv.index("--seed") + 1
+        service.argv[place] = str(int(service.argv[place]) + 100)

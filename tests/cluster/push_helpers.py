@@ -81,22 +81,25 @@ class Engines:
     """A pool of embedded engines, what it was told, and the push to it."""
 
     def __init__(
-        self, folder: Path, hf: Path, trainer: Trainer, count: int, transport: str, **options: Any
+        self, folder: Path, hf: Path, trainer: Trainer, count: int, transport: str, *flags: str
     ) -> None:
         argv = ["miles_core.engines.server", "--model", str(hf), "--port", "0"]
-        argv += ["--load-format", "dummy", *options.pop("flags", ())]
+        argv += ["--load-format", "dummy", "--seed", "3", *flags]
         env = {"OMP_NUM_THREADS": "1"}
         services = [Service(f"engine-{i}", list(argv), folder, env) for i in range(count)]
         self.folder = folder
         self.alarms: list[tuple[str, str]] = []
         self.routed: list[tuple[list[str], int]] = []
         self.pool = EnginePool(services, [], lambda *alarm: self.alarms.append(alarm), self._route)
+        self._trainer = trainer
+        self.use(transport)
+
+    def use(self, transport: str) -> None:
+        """Push by this transport from now on."""
         settings = PushSettings(
-            transport,
-            options.pop("check_equal", True),
-            lambda version: folder / "weights" / f"v{version}",
+            transport, True, lambda version: self.folder / "weights" / f"v{version}"
         )
-        self.weights = WeightPush(self.pool, trainer, settings)
+        self.weights = WeightPush(self.pool, self._trainer, settings)
 
     async def _route(self, urls: list[str], version: int) -> None:
         self.routed.append((urls, version))

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from push_helpers import Engines, Trainer, log_probs, make_model, status
 
+from miles_core.cluster.engine_pool import Member
 from miles_core.cluster.services import ServiceError
+from miles_core.cluster.transports import Target, pick
+from miles_core.engines.weight_client import WeightClient
 from miles_core.errors import UserError
-
-TRANSPORTS = ("shm", "disk", "broadcast")
 
 
 @pytest.fixture(scope="module")
@@ -40,54 +41,52 @@ async def assert_served(engines: Engines, trainer: Trainer, version: int, count:
         assert found == pytest.approx(expected, abs=2e-5)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_engines_serve_what_the_trainer_has(
-    hf: Path, trainer: Trainer, tmp_path: Path, transport: str
+    hf: Path, trainer: Trainer, tmp_path: Path
 ) -> None:
-    async with Engines(tmp_path, hf, trainer, 1, transport) as engines:
+    async with Engines(tmp_path, hf, trainer, 1, "shm") as engines:
         (member,) = engines.pool.members
         assert await status(member.url) == 503  # nothing to serve before the first push
-        for version in (1, 2):
-            report = await engines.watched(engines.weights.push(version))
-            assert report.transport == transport and report.engines == 1
-            assert report.bytes >= 4 * 2 * 96 * 48
-            await assert_served(engines, trainer, version, 1)
-            trainer.change()
-        # A push that ends midway: the engine goes on with the weights that it had.
-        before = await log_probs(member.url)
-
-        def stop(action: str, args: tuple[Any, ...]) -> None:
-            if action in ("share", "broadcast") and args[0] == 2 or action == "write":
-                raise RuntimeError("the trainer ended")
-
-        trainer.before = stop
-        with pytest.raises(RuntimeError, match="the trainer ended"):
-            await engines.watched(engines.weights.push(3))
-        assert await log_probs(member.url) == before
-        assert before[1] == "2" and not engines.alarms
-        trainer.before = lambda action, args: None
-        await engines.watched(engines.weights.push(3))
-        await assert_served(engines, trainer, 3, 1)
+        for number, transport in enumerate(("shm", "disk", "broadcast")):
+            engines.use(transport)
+            for version in (3 * number + 1, 3 * number + 2):
+                report = await engines.watched(engines.weights.push(version))
+                assert report.transport == transport and report.engines == 1
+                assert report.bytes >= 4 * 2 * 96 * 48
+                await assert_served(engines, trainer, version, 1)
+                trainer.change()
+            await _a_push_that_ends_midway_changes_nothing(engines, trainer, 3 * number + 3)
 
 
-@pytest.mark.parametrize("transport", ["shm", "broadcast"])
-async def test_an_engine_that_is_killed_midway_comes_back(
-    hf: Path, trainer: Trainer, tmp_path: Path, transport: str
+async def _a_push_that_ends_midway_changes_nothing(
+    engines: Engines, trainer: Trainer, version: int
 ) -> None:
-    async with Engines(tmp_path, hf, trainer, 2, transport) as engines:
+    (member,) = engines.pool.members
+    before = await log_probs(member.url)
+
+    def stop(action: str, args: tuple[Any, ...]) -> None:
+        if (action in ("share", "broadcast") and args[0] == 2) or action == "write":
+            raise RuntimeError("the trainer ended")
+
+    trainer.before = stop
+    with pytest.raises(RuntimeError, match="the trainer ended"):
+        await engines.watched(engines.weights.push(version))
+    trainer.before = lambda action, args: None
+    assert await log_probs(member.url) == before
+    assert before[1] == str(version - 1) and not engines.alarms
+    await engines.watched(engines.weights.push(version))
+    await assert_served(engines, trainer, version, 1)
+
+
+async def test_an_engine_that_fails_midway_comes_back(
+    hf: Path, trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Engines(tmp_path, hf, trainer, 2, "shm") as engines:
         await engines.watched(engines.weights.push(1))
         await assert_served(engines, trainer, 1, 2)
         trainer.change()
-        calls = {"shm": "share", "broadcast": "broadcast"}
-
-        def kill(action: str, args: tuple[Any, ...]) -> None:
-            if action == calls[transport] and args[0] == 2:
-                trainer.before = lambda action, args: None
-                engines.send(1)
-
-        trainer.before = kill
-        report = await engines.watched(engines.weights.push(2))
-        assert report.engines == 1
+        _kill_at(engines, trainer, "share")
+        assert (await engines.watched(engines.weights.push(2))).engines == 1
         await assert_served(engines, trainer, 2, 1)
         assert [kind for kind, _ in engines.alarms] == ["engine_out"]
         await engines.until_current(2)
@@ -95,39 +94,67 @@ async def test_an_engine_that_is_killed_midway_comes_back(
         assert [kind for kind, _ in engines.alarms] == ["engine_out", "engine_back"]
         # No list that sessions were given ever held an engine without the current weights.
         assert [len(urls) for urls, version in engines.routed if version == 2] == [0, 1, 2]
+        await _one_that_refuses_a_bucket(engines, trainer, monkeypatch)
 
 
-async def test_an_engine_that_refuses_a_bucket_is_restarted(
-    hf: Path, trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def _kill_at(engines: Engines, trainer: Trainer, wanted: str) -> None:
+    """Kill the second engine before the third bucket is sent."""
+
+    def kill(action: str, args: tuple[Any, ...]) -> None:
+        if action == wanted and args[0] == 2:
+            trainer.before = lambda action, args: None
+            engines.send(1)
+
+    trainer.before = kill
+
+
+async def _one_that_refuses_a_bucket(
+    engines: Engines, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with Engines(tmp_path, hf, trainer, 2, "shm") as engines:
+    first, second = engines.pool.members
+    client, pid = second.client, engines.pid(1)
+    assert client is not None
+    take, count = client.take, 0
+
+    async def spoil(payload: str) -> None:
+        nonlocal count
+        count += 1
+        await take(payload if count != 2 else payload[:-8])
+
+    monkeypatch.setattr(client, "take", spoil)
+    trainer.change()
+    await engines.watched(engines.weights.push(3))
+    await assert_served(engines, trainer, 3, 1)
+    assert engines.routed[-1][0] == [first.url]
+    kind, detail = engines.alarms[-1]
+    assert kind == "engine_out" and "the payload cannot be read" in detail
+    await engines.until_current(2)
+    assert engines.pid(1) != pid
+    await assert_served(engines, trainer, 3, 2)
+
+
+@pytest.mark.slow
+async def test_a_broadcast_survives_an_engine_that_is_killed(
+    hf: Path, trainer: Trainer, tmp_path: Path
+) -> None:
+    async with Engines(tmp_path, hf, trainer, 2, "broadcast") as engines:
         await engines.watched(engines.weights.push(1))
         trainer.change()
-        first, second = engines.pool.members
-        client, pid = second.client, engines.pid(1)
-        assert client is not None
-        take, count = client.take, 0
-
-        async def spoil(payload: str) -> None:
-            nonlocal count
-            count += 1
-            await take(payload if count != 2 else payload[:-8])
-
-        monkeypatch.setattr(client, "take", spoil)
-        await engines.watched(engines.weights.push(2))
+        _kill_at(engines, trainer, "broadcast")
+        assert (await engines.watched(engines.weights.push(2))).engines == 1
         await assert_served(engines, trainer, 2, 1)
-        assert engines.routed[-1][0] == [first.url]
-        ((kind, detail),) = engines.alarms
-        assert kind == "engine_out" and "the payload cannot be read" in detail
         await engines.until_current(2)
-        assert engines.pid(1) != pid
         await assert_served(engines, trainer, 2, 2)
+        # The engine that lived is not blamed for the broadcast that broke.
+        assert [detail.partition(":")[0] for _, detail in engines.alarms][:1] == ["engine-1"]
+        assert [kind for kind, _ in engines.alarms] == ["engine_out", "engine_back"]
 
 
 async def test_other_weights_than_were_sent_are_found(
     hf: Path, trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is served is read back, so a fault after the arrival shows too."""
+    monkeypatch.setattr("miles_core.cluster.engine_pool.MOST_RESTARTS", 0)
     async with Engines(tmp_path, hf, trainer, 1, "shm") as engines:
         (member,) = engines.pool.members
         client = member.client
@@ -136,14 +163,14 @@ async def test_other_weights_than_were_sent_are_found(
 
         async def end_and_damage(*args: Any) -> None:
             await end(*args)
-            other = make_model(tmp_path / "other", seed=5)
-            await client.load(other, 1)
+            await client.load(make_model(tmp_path / "other", seed=5), 1)
 
         monkeypatch.setattr(client, "end", end_and_damage)
-        await engines.watched(engines.weights.push(1))
-        ((kind, detail), _) = engines.alarms
+        with pytest.raises(ServiceError, match="no engine is left"):
+            await engines.watched(engines.weights.push(1))
+        ((kind, detail),) = engines.alarms
         assert kind == "engine_out" and "digest" in detail
-        await assert_served(engines, trainer, 1, 1)
+        assert engines.routed == [([], 1)]
 
 
 async def test_only_what_can_change_is_sent_again(
@@ -169,11 +196,11 @@ async def test_only_what_can_change_is_sent_again(
         await assert_served(engines, trainer, 4, 2)
 
 
-async def test_engines_with_bfloat16_are_sent_bfloat16(
-    hf: Path, trainer: Trainer, tmp_path: Path
+async def test_bfloat16_engines_are_sent_bfloat16_and_the_last_one_ends_the_run(
+    hf: Path, trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = ("--dtype", "bfloat16")
-    async with Engines(tmp_path, hf, trainer, 1, "shm", flags=flags) as engines:
+    monkeypatch.setattr("miles_core.cluster.engine_pool.MOST_RESTARTS", 0)
+    async with Engines(tmp_path, hf, trainer, 1, "shm", "--dtype", "bfloat16") as engines:
         report = await engines.watched(engines.weights.push(1))
         stream = trainer.worker.push_weights("begin")
         trainer.worker.push_weights("end")
@@ -181,30 +208,27 @@ async def test_engines_with_bfloat16_are_sent_bfloat16(
         urls, _ = engines.routed[-1]
         found, _ = await log_probs(urls[0])
         assert found == pytest.approx(trainer.log_probs(), abs=0.15)
-
-
-async def test_a_run_without_any_engine_ends(
-    hf: Path, trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("miles_core.cluster.engine_pool.MOST_RESTARTS", 0)
-    async with Engines(tmp_path, hf, trainer, 1, "shm") as engines:
-        await engines.watched(engines.weights.push(1))
         engines.send(0)
         with pytest.raises(ServiceError, match="no engine is left"):
             await engines.watched(asyncio.sleep(60))
 
 
-async def test_shared_memory_without_room_is_told(
-    hf: Path, trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("miles_core.training.weight_sender.room", lambda: 5)
-    async with Engines(tmp_path, hf, trainer, 1, "shm") as engines:
-        with pytest.raises(UserError, match="5 bytes free"):
-            await engines.watched(engines.weights.push(1))
-    async with Engines(tmp_path, hf, trainer, 1, "auto") as engines:
-        assert (await engines.watched(engines.weights.push(1))).transport == "disk"
+def test_shared_memory_that_cannot_be_is_told() -> None:
+    here = {"machine": "this", "room": 10, "largest": 10}
+    far = Target(Member("far", client=WeightClient("http://10.0.0.7:1", 1)), None)  # type: ignore[arg-type]
+    assert pick("auto", here, "this", []) == pick("shm", here, "this", []) == "shm"
+    for machine, targets, said in (
+        ({**here, "room": 9}, [], "9 bytes free"),
+        ({**here, "machine": "other"}, [], "another machine"),
+        (here, [far], "far is not known"),
+    ):
+        assert pick("auto", machine, "this", targets) == "disk"
+        assert pick("broadcast", machine, "this", targets) == "broadcast"
+        with pytest.raises(UserError, match=said):
+            pick("shm", machine, "this", targets)
 
 
+@pytest.mark.slow
 async def test_a_stopped_engine_does_not_hold_up_the_others(
     hf: Path, trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
