@@ -146,7 +146,7 @@ class WeightPush:
             if sent.digests:
                 known = self._digests if base is not None else {}
                 self._digests = {**known, **sent.digests}
-                await self._serve(sent, version)
+                await self._serve(sent, version, kept=transport.name != "disk")
             size, name = max(size, sent.size), transport.name
         return size, name
 
@@ -165,8 +165,9 @@ class WeightPush:
             groups.setdefault(held if has else None, []).append(target)
         return dict(sorted(groups.items(), key=lambda item: item[0] is not None))
 
-    async def _serve(self, sent: Sent, version: int) -> None:
-        """Note who serves the version now, after a comparison where it is asked for."""
+    async def _serve(self, sent: Sent, version: int, kept: bool) -> None:
+        """Note who serves the version now, after a comparison where it is asked for. `kept`:
+        whether an engine remembers what it was sent, so that a part may follow."""
         digest = state_digest(self._digests)
         left = sent.targets
         if self._settings.check_equal:
@@ -176,14 +177,16 @@ class WeightPush:
                     await self._pool.fail(target.member, fault, target.client)
         for target in left:
             if target.member.client is target.client:
-                target.member.version, target.member.base = version, digest
+                target.member.version, target.member.base = version, digest if kept else None
 
     async def _transport(self, targets: list[Target], dtype: str | None) -> Transport:
         machine = await self._call("machine", dtype)
         name = pick(self._settings.transport, machine, machine_id(), targets)
-        if self._settings.check_equal and not all(target.client.staged for target in targets):
+        able = dtype is not None and all(target.client.staged for target in targets)
+        if self._settings.check_equal and not able:
             raise UserError(
-                "check_weight_update_equal needs engines that tell a digest of their weights",
+                "check_weight_update_equal needs engines that tell a digest of their weights, all "
+                "of one type",
                 "Embedded engines do; set it to false for others.",
             )
         if name == "shm":
