@@ -129,13 +129,24 @@ class WeightPush:
             for target, error in paused.items():
                 await self._pool.fail(target.member, str(error), target.client)
             left = [target for target in targets if target not in paused]
+            served: dict[Target, str | None] = {}
+            version = self._pool.version
             try:
-                return await self._send(left)
+                told = await self._send(left, version, served)
             finally:
-                await failures(left, _go_on)
+                # Also when this is cancelled: nobody else would end the pause.
+                await asyncio.shield(failures(left, _go_on))
+            # Only now may sessions be sent there.
+            for target, base in served.items():
+                if target.member.client is target.client:
+                    target.member.version, target.member.base = version, base
+            return told
 
-    async def _send(self, targets: list[Target]) -> tuple[int, str]:
-        version, size, name = self._pool.version, 0, ""
+    async def _send(
+        self, targets: list[Target], version: int, served: dict[Target, str | None]
+    ) -> tuple[int, str]:
+        """Push within the pause; `served` gets who serves the version, and what of it is a base."""
+        size, name = 0, ""
         dtypes = {target.client.dtype for target in targets}
         dtype = dtypes.pop() if len(dtypes) == 1 and dtypes <= set(DTYPES) else None
         for base, group in (await self._by_base(targets)).items():
@@ -146,7 +157,10 @@ class WeightPush:
             if sent.digests:
                 known = self._digests if base is not None else {}
                 self._digests = {**known, **sent.digests}
-                await self._serve(sent, version, kept=transport.name != "disk")
+                digest = state_digest(self._digests)
+                # An engine does not remember what it was sent in a directory.
+                kept = None if transport.name == "disk" else digest
+                served |= dict.fromkeys(await self._equal(sent, version, digest), kept)
             size, name = max(size, sent.size), transport.name
         return size, name
 
@@ -165,19 +179,15 @@ class WeightPush:
             groups.setdefault(held if has else None, []).append(target)
         return dict(sorted(groups.items(), key=lambda item: item[0] is not None))
 
-    async def _serve(self, sent: Sent, version: int, kept: bool) -> None:
-        """Note who serves the version now, after a comparison where it is asked for. `kept`:
-        whether an engine remembers what it was sent, so that a part may follow."""
-        digest = state_digest(self._digests)
-        left = sent.targets
+    async def _equal(self, sent: Sent, version: int, digest: str) -> list[Target]:
+        """Who serves what was sent, as far as that is to be compared; others are taken out."""
+        left = list(sent.targets)
         if self._settings.check_equal:
-            for target in list(left):
+            for target in sent.targets:
                 if fault := await _difference(target, version, digest):
                     left.remove(target)
                     await self._pool.fail(target.member, fault, target.client)
-        for target in left:
-            if target.member.client is target.client:
-                target.member.version, target.member.base = version, digest if kept else None
+        return left
 
     async def _transport(self, targets: list[Target], dtype: str | None) -> Transport:
         machine = await self._call("machine", dtype)

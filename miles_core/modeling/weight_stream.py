@@ -56,7 +56,8 @@ class WeightStream:
     """A plan of buckets of at most `bucket_size` bytes, and the way to fill them.
 
     Every rank must make it, with equal arguments, and then call `collect` for the same buckets in
-    the same order. A weight whose tensors are larger than `bucket_size` has a bucket of its own.
+    the same order. `buckets` lists the tensors of each, the same on all ranks. A weight whose
+    tensors are larger than `bucket_size` has a bucket of its own.
     `dtype` converts parameters (never the routers' float32 biases); default: as they are.
     `only` leaves out all weights but these, by their names in the whole model. Adapters are merged
     into their weights.
@@ -92,11 +93,7 @@ class WeightStream:
             self._buckets[-1].append(_Planned(weight, source, kind, tuple(entries)))
         if not self._buckets[0]:
             self._buckets = []
-
-    @property
-    def buckets(self) -> list[list[Entry]]:
-        """The tensors of each bucket; the same on all ranks."""
-        return [
+        self.buckets = [
             [entry for planned in bucket for entry in planned.entries] for bucket in self._buckets
         ]
 
