@@ -20,9 +20,10 @@ TENSOR_TOLERANCE = 1e-4
 def bit_sum(values: torch.Tensor) -> torch.Tensor:
     """The bits of a tensor as integers, summed modulo 2^64: int64 []."""
     flat = values.detach().contiguous().flatten()
-    if flat.numel() * flat.element_size() % 8 == 0:
+    size = flat.element_size()
+    if flat.numel() * size % 8 == 0 and flat.storage_offset() * size % 8 == 0:
         return flat.view(torch.int64).sum()
-    whole = {2: torch.int16, 4: torch.int32}[flat.element_size()]
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[size]
     return flat.view(whole).sum(dtype=torch.int64)
 
 

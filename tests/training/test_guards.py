@@ -15,6 +15,7 @@ import pytest
 import torch
 from trainer_helpers import make_rollout, single
 
+from miles_core.modeling.replicas import bit_sum
 from miles_core.training.batch import load_rollout
 from miles_core.training.guards import CorruptionError
 
@@ -114,6 +115,14 @@ def changed(path: Path, source: Path, change: Callable[[dict[str, Any]], None]) 
 def sample_of(data: dict[str, Any]) -> dict[str, Any]:
     sample: dict[str, Any] = data["groups"][1]["trajectories"][2]["samples"][0]
     return sample
+
+
+def test_every_bit_of_a_weight_counts_wherever_it_lies() -> None:
+    values = torch.randn(9)
+    for part in (values[:8], values[1:], values[:3], values.bfloat16()[1:6]):
+        before = bit_sum(part)
+        part[2] = torch.nextafter(part[2], part[2] + 1)
+        assert bit_sum(part) != before
 
 
 FAULTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
