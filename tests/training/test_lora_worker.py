@@ -10,6 +10,7 @@ from test_trainer_worker import poisoned
 from trainer_helpers import make_hf, make_rollout, run_ranks, single, weights
 
 from miles_core.checkpoints import adapters, store
+from miles_core.checkpoints.contents import contents
 from miles_core.checkpoints.convert import convert_to_torch_dist
 from miles_core.training.worker import TrainerWorker
 
@@ -82,9 +83,12 @@ def test_the_reference_is_the_model_without_adapters(
     assert any(not torch.equal(s["old_logprobs"], s["ref_logprobs"]) for s in adapted)
 
 
-def test_resume_is_exact_and_the_model_is_not_written_again(base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_resume_is_exact_and_the_model_is_not_written_again(
+    dtype: str, base: Path, tmp_path: Path
+) -> None:
     files = [make_rollout(tmp_path / f"{i}.pt", step=i, seed=i) for i in range(5)]
-    options = {**LORA, "lr_warmup_steps": 4}
+    options = {**LORA, "lr_warmup_steps": 4, "dtype": dtype}
     with single(base, base, **options) as worker:
         for i in (0, 1):
             worker.train(i, str(files[i]))
@@ -98,8 +102,6 @@ def test_resume_is_exact_and_the_model_is_not_written_again(base: Path, tmp_path
     for a, b in zip(want, got, strict=True):
         assert {name: a[name] for name in COMPARED} == {name: b[name] for name in COMPARED}
     assert all(torch.equal(last[name], resumed[name]) for name in last)
-    from miles_core.checkpoints.contents import contents
-
     sections = {section.name: section for section in contents(path).sections}
     assert sections["adapters"].entries == 28 and "model" not in sections
     assert sections["optimizer"].values == 3 * sections["adapters"].values
