@@ -78,6 +78,8 @@ class SDPAttention(MegatronModule):
     def _whole_segments(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sizes: list[int]
     ) -> torch.Tensor:
+        if len(sizes) == 1:
+            return self._attend(q, k, v)
         parts = zip(q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
         return torch.cat([self._attend(*part) for part in parts])
 

@@ -13,9 +13,12 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from miles_core.modeling import elementwise
 from miles_core.modeling.attention import SDPAttention
 from miles_core.modeling.hf_config import MlaSpec, ModelSpec, MoeSpec, UnsupportedModel
 from miles_core.modeling.norm import LatentNorm, RMSNorm
+
+elementwise.install()
 
 
 def transformer_config(
@@ -78,7 +81,7 @@ def transformer_config(
         bf16=dtype == torch.bfloat16,
         # losses carry their own global denominators: gradients are summed over ranks
         calculate_per_token_loss=True,
-        bias_activation_fusion=False,
+        bias_activation_fusion=True,  # with the function of `elementwise`
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         apply_rope_fusion=False,
