@@ -7,11 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from miles_core.modeling import parallel
+from miles_core.modeling.cut import Segments
 
 
 class _Gather(torch.autograd.Function):
@@ -63,13 +63,11 @@ class SDPAttention(MegatronModule):
         attention_mask: torch.Tensor | None = None,
         attn_mask_type: Any = None,
         attention_bias: torch.Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
+        packed_seq_params: Segments | None = None,
     ) -> torch.Tensor:
         sizes = [len(query)]
         if packed_seq_params is not None:
-            bounds = packed_seq_params.cu_seqlens_q
-            assert bounds is not None, "packed input needs cu_seqlens_q"
-            sizes = [size // self._group.size() for size in bounds.diff().tolist()]
+            sizes = packed_seq_params.own_sizes
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         attend = self._whole_segments if self._group.size() == 1 else self._chunks
         out = attend(query, key, value, sizes)
@@ -102,6 +100,8 @@ class SDPAttention(MegatronModule):
         before = len(k) - len(q)
         mask = None
         if before:
+            # the kernels that take a mask and never hold all scores want as many keys as queries
+            k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
             mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(before)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
         out = F.scaled_dot_product_attention(

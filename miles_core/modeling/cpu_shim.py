@@ -19,9 +19,12 @@ from __future__ import annotations
 import ast
 import importlib.abc
 import importlib.machinery
+import marshal
 import os
 import sys
 from functools import cache
+from importlib.util import cache_from_source, source_hash
+from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -79,16 +82,41 @@ class _ToCpu(ast.NodeTransformer):
         return node
 
 
+@cache
+def _version() -> str:
+    return source_hash(Path(__file__).read_bytes()).hex()
+
+
+def _read_code(path: str, digest: bytes) -> CodeType | None:
+    """What `_Loader` wrote of the source with this hash; None: nothing that can be read."""
+    try:
+        data = Path(path).read_bytes()
+        code = marshal.loads(data[len(digest) :]) if data.startswith(digest) else None
+    except (OSError, EOFError, ValueError, TypeError):
+        return None
+    return code if isinstance(code, CodeType) else None
+
+
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Compiles the rewritten tree; line numbers stay those of the file."""
+    """Compiles the rewritten tree; line numbers stay those of the file.
+
+    The code is kept beside Python's own compiled files, under a name that holds the version of this
+    module, with the hash of the source before it.
+    """
 
     def get_code(self, fullname: str) -> CodeType | None:
         path = self.get_filename(fullname)
         source = self.get_data(path)
         if b"cuda" not in source and b"pin_memory" not in source:
             return super().get_code(fullname)
-        tree = ast.fix_missing_locations(_ToCpu().visit(ast.parse(source, path)))
-        return compile(tree, path, "exec", dont_inherit=True)
+        kept, digest = cache_from_source(path, optimization=f"cpu{_version()}"), source_hash(source)
+        code = _read_code(kept, digest)
+        if code is None:
+            tree = ast.fix_missing_locations(_ToCpu().visit(ast.parse(source, path)))
+            code = compile(tree, path, "exec", dont_inherit=True)
+            if not sys.dont_write_bytecode:
+                self.set_data(kept, digest + marshal.dumps(code))  # does nothing where it may not
+        return code
 
     def exec_module(self, module: ModuleType) -> None:
         from miles_core.modeling.cpu_cuda import CpuCuda

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +15,16 @@ from miles_core.modeling import parallel
 def rounded_up(length: int, unit: int) -> int:
     """The next multiple of `unit`."""
     return -(-length // unit) * unit
+
+
+@dataclass
+class Segments(PackedSeqParams):  # type: ignore[misc]
+    """megatron's bounds of the segments; `own_sizes`: the tokens that this rank holds of each.
+
+    On the host, since attention asks for them in every layer.
+    """
+
+    own_sizes: list[int] = field(default_factory=list)
 
 
 class Cut:
@@ -86,15 +97,16 @@ class Cut:
         owner = torch.where(second, 2 * ranks - 1 - number, number)
         return owner, offset % chunk + second * chunk
 
-    def _packing(self, device: torch.device) -> PackedSeqParams:
+    def _packing(self, device: torch.device) -> Segments:
         bounds = torch.tensor([0, *self._sizes]).cumsum(0).to(device, torch.int32)
         longest = max(self._sizes)
-        return PackedSeqParams(
+        return Segments(
             qkv_format="thd",
             cu_seqlens_q=bounds,
             cu_seqlens_kv=bounds,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
+            own_sizes=[size // self._group.size() for size in self._sizes],
         )
 
     def states(self, values: torch.Tensor, fill: int) -> torch.Tensor:
