@@ -1,6 +1,7 @@
 """CPU seconds per GRPO step and peak memory of the trainer, beside plain transformers and TRL.
 
     python benchmarks/trainer.py [--repeats 3] [--sampled 1.0] [--json]
+    python benchmarks/trainer.py --device cuda [--peak-tflops N] [--json]
 
 All three train the same small random Qwen3 on the same trajectories with one thread each: see
 `trainer_contestants.py` for what a step is. Transformers and TRL train on padded rows in the order
@@ -9,7 +10,7 @@ Every one has a process of its own, so that its peak memory is its own, and they
 gives one ratio. What counts is CPU time, so that others on the machine disturb less.
 
 No figure is given unless losses and gradient norms of every step agree. TRL is left out where it is
-not installed.
+not installed. `--device cuda` measures ours alone on a GPU instead: see `trainer_gpu.py`.
 """
 
 from __future__ import annotations
@@ -255,6 +256,14 @@ def main() -> int:
         help="share of the tokens after the prompt that is trained on (default: 1.0, "
         "which spares ours no logits)",
     )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--max-tokens-per-gpu", type=int, default=16384, help="with cuda (default: 16384)"
+    )
+    parser.add_argument("--recompute", action="store_true", help="with cuda: recompute layers")
+    parser.add_argument(
+        "--peak-tflops", type=float, help="with cuda: dense bfloat16 peak of a GPU not listed"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -263,14 +272,20 @@ def main() -> int:
         serve(name, Path(model), Path(folder))
         return 0
     try:
-        result = run(args.repeats, args.batches, args.sampled)
-    except ValueError as error:
+        if args.device == "cuda":
+            import trainer_gpu
+
+            settings = (args.max_tokens_per_gpu, args.recompute, args.peak_tflops)
+            result = trainer_gpu.benchmark(args.repeats, *settings)
+        else:
+            result = run(args.repeats, args.batches, args.sampled)
+    except (ValueError, RuntimeError) as error:
         print(f"no figures: {error}", file=sys.stderr)
         return 1
     if args.json:
         print(json.dumps(result))
     else:
-        show(result)
+        (show if args.device == "cpu" else trainer_gpu.show)(result)
     return 0
 
 

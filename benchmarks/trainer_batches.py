@@ -55,7 +55,7 @@ def agent_lengths(count: int = 8) -> list[int]:
 BATCHES = {"512": [512] * 8, "2048": [2048] * 2, "8192": [8192] * 2, "varied": agent_lengths()}
 
 
-def make_rollout(path: Path, lengths: list[int], share: float) -> None:
+def make_rollout(path: Path, lengths: list[int], share: float, vocab: int = VOCAB) -> None:
     """Random trajectories in groups of GROUP, as the trainer reads them.
 
     After the prompt `share` of the tokens are sampled, in turns of TURN tokens. The engine's
@@ -72,9 +72,9 @@ def make_rollout(path: Path, lengths: list[int], share: float) -> None:
         offset = 0.4 * torch.randn(1, generator=dice)
         noise = 0.2 * torch.randn(length, generator=dice)
         sample = {
-            "tokens": torch.randint(0, VOCAB, (length,), generator=dice),
+            "tokens": torch.randint(0, vocab, (length,), generator=dice),
             "loss_mask": sampled.to(torch.uint8),
-            "logprobs": (offset + noise - math.log(VOCAB)) * sampled,
+            "logprobs": (offset + noise - math.log(vocab)) * sampled,
             "turns": [],
         }
         reward = float(torch.rand(1, generator=dice))
