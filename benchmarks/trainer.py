@@ -141,7 +141,28 @@ def differences(steps: dict[str, list[dict[str, float]]]) -> dict[str, float]:
     return found
 
 
-def measure(children: list[Child], batch: str, repeats: int) -> dict[str, Any]:
+class Progress:
+    """Rounds that are done, and when all will be, on standard error."""
+
+    def __init__(self, batches: list[str], repeats: int) -> None:
+        self._work = {name: padded_tokens(BATCHES[name]) * _share(name) for name in batches}
+        self._total = sum(self._work.values()) * (repeats + 1)
+        self._done, self._started = 0.0, time.monotonic()
+
+    def round(self, batch: str, number: int) -> None:
+        """Say that a round of a batch ended."""
+        self._done += self._work[batch]
+        passed = time.monotonic() - self._started
+        left = passed * (self._total / self._done - 1)
+        print(f"{batch}: round {number}; about {left:.0f} s left", file=sys.stderr, flush=True)
+
+
+def _share(batch: str) -> float:
+    """Roughly the work of a padded token: attention's grows with the length."""
+    return 1 + max(BATCHES[batch]) / 4096
+
+
+def measure(children: list[Child], batch: str, repeats: int, progress: Progress) -> dict[str, Any]:
     """Rounds of all contestants by turns, after one that warms up. Raises ValueError when their
     numbers differ."""
     steps: dict[str, list[dict[str, float]]] = {child.name: [] for child in children}
@@ -149,6 +170,7 @@ def measure(children: list[Child], batch: str, repeats: int) -> dict[str, Any]:
         first = number % len(children)
         for child in [*children[first:], *children[:first]]:
             steps[child.name].append(child.step(batch))
+        progress.round(batch, number)
     differ = differences(steps)
     if max(differ.values()) > TOLERANCE:
         raise ValueError(f"batch {batch}: numbers differ from transformers' by {differ}")
@@ -195,10 +217,8 @@ def run(repeats: int, batches: list[str], share: float) -> dict[str, Any]:
         for batch in batches:
             make_rollout(home / f"{batch}.pt", BATCHES[batch], share)
         children = [stack.enter_context(started(n, home / "model", home)) for n in names]
-        results = []
-        for batch in batches:
-            results.append(measure(children, batch, repeats))
-            print(f"measured {batch}", file=sys.stderr, flush=True)
+        progress = Progress(batches, repeats)
+        results = [measure(children, batch, repeats, progress) for batch in batches]
     return {
         "benchmark": "trainer",
         "unit": "CPU seconds of a GRPO step; MB of resident memory beyond the imports'",
