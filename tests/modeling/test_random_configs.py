@@ -26,8 +26,18 @@ def check(family: str, seed: int, tmp_path: Path) -> None:
     assert result.exported_alike, values
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize(
+    ("family", "seed"),
+    [
+        ("llama", 2),  # yarn
+        ("qwen3", 0),  # llama3
+        ("qwen3_moe", 2),  # linear
+        ("glm4_moe", 4),  # no layer with experts
+        ("glm4_moe", 5),
+        ("glm4_moe_lite", 2),
+        ("glm4_moe_lite", 3),
+    ],
+)
 def test_a_random_configuration_is_computed_like_transformers(
     family: str, seed: int, tmp_path: Path
 ) -> None:
@@ -35,7 +45,7 @@ def test_a_random_configuration_is_computed_like_transformers(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2, 20))
+@pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_many_random_configurations(family: str, seed: int, tmp_path: Path) -> None:
     check(family, seed, tmp_path)

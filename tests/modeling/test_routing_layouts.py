@@ -131,6 +131,7 @@ def test_four_ranks(tmp_path: Path) -> None:
         assert_same_weights(tmp_path / f"run-{name}", tmp_path / "one")
 
 
+@pytest.mark.slow
 def test_the_cut_into_micro_batches_does_not_show(tmp_path: Path) -> None:
     settings = ENGINE | OLD
     hf, rollout = model(tmp_path), with_experts(make_rollout(tmp_path / "0.pt"))
