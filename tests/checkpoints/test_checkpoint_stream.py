@@ -12,6 +12,7 @@ from trainer_helpers import make_hf
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "modeling"))
 from family_models import make_moe  # noqa: E402
+from megatron.core import dist_checkpointing  # noqa: E402
 
 from miles_core.checkpoints import convert, stream  # noqa: E402
 from miles_core.checkpoints.convert import convert_to_torch_dist, export_to_hf  # noqa: E402
@@ -57,6 +58,13 @@ def test_a_conversion_is_laid_out_as_megatron_saves(kind: str, tmp_path: Path) -
         model = build_model(read_spec(hf), 1, torch.float32)
         load_hf(model, read_spec(hf), HFReader(hf))
         dist_state.save(tmp_path / "saved", model)
+        wanted = {"model": model.sharded_state_dict()}
+        source = {name: value.clone() for name, value in model.stored_tensors()}
+        with torch.no_grad():
+            for _, value in model.stored_tensors():
+                value.zero_()
+        loaded = dist_checkpointing.load(wanted, str(tmp_path / "out"))["model"]
+        assert all(torch.equal(loaded[name], value) for name, value in source.items())
     finally:
         parallel.stop()
     assert described(tmp_path / "out") == described(tmp_path / "saved")
