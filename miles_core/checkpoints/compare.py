@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -159,10 +160,15 @@ def compare_logits(model: object, hf_dir: Path, layers: int | None = None) -> fl
 def differing_parts(
     weight: Weight, stored: ShardReader, layout: ShardMap, source: Callable[[str], torch.Tensor]
 ) -> list[str]:
-    """Hugging Face names of a weight's tensors that are not, bit for bit, those of `source`."""
+    """Hugging Face names of a weight's tensors that are not, bit for bit, those of `source`, in the
+    dtype that holds all of the weight's."""
+    import torch
+
     value = stored.parameter(layout.pieces[weight.ours], layout.shapes[weight.ours])
-    parts = zip(weight.theirs, weight.cut.whole([value]), strict=True)
-    return [name for name, part in parts if not _same_bits(part, source(name))]
+    wanted = [source(name) for name in weight.theirs]
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in wanted))
+    parts = zip(weight.theirs, weight.cut.whole([value]), wanted, strict=True)
+    return [name for name, part, like in parts if not _same_bits(part, like.to(dtype))]
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
