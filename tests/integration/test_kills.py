@@ -84,7 +84,9 @@ def in_stage(runs, name, process, stage, step=1):
 
     def begun():
         events = runs.events(name, "stage")
-        return any((e["name"], e["state"], e["step"]) == (stage, "started", step) for e in events)
+        return any(
+            (e["name"], e["state"], e.get("step")) == (stage, "started", step) for e in events
+        )
 
     runs.wait(lambda: begun() or process.poll() is not None)
     assert process.poll() is None, runs.output(name)[-3000:]

@@ -68,7 +68,7 @@ def phases(base: Path, rollout: Path, tmp_path: Path) -> dict[str, Callable[[Tra
         "train": lambda ranks: ranks.call("train", 0, str(rollout)),
         "save": lambda ranks: ranks.call("save", str(tmp_path / "checkpoint")),
         "export_hf": lambda ranks: ranks.call("export_hf", str(tmp_path / "weights")),
-        "init": lambda ranks: ranks.setup(str(base), str(base)),
+        "init": lambda ranks: ranks.setup(str(base), str(base), None),
     }
 
 
@@ -85,7 +85,7 @@ async def test_an_error_stays_what_it_is_and_a_killed_rank_ends_the_step_of_all(
     base: Path, rollout: Path
 ) -> None:
     async with group(2) as trainers:
-        await trainers.setup(str(base), str(base))
+        await trainers.setup(str(base), str(base), None)
         with pytest.raises(ValueError, match="step 0, not 1"):
             await trainers.call("train", 1, str(rollout))
         assert (await trainers.call("train", 0, str(rollout)))["optimizer_steps"] == 1
@@ -101,7 +101,7 @@ async def test_a_killed_rank_is_named_in_every_phase_and_layout(
     for number, (phase, work) in enumerate(phases(base, rollout, tmp_path).items()):
         async with group(world, **LAYOUTS[layout]) as trainers:
             if phase != "init":
-                await trainers.setup(str(base), str(base))
+                await trainers.setup(str(base), str(base), None)
             await kill_one(trainers, work(trainers), number % world)
 
 
