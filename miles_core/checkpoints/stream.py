@@ -136,11 +136,11 @@ class Stream:
 
         Raises ConversionError when what was written is not what the source holds.
         """
-        from miles_core.modeling.sharded_files import Item, without_crc32, write_index
+        from miles_core.modeling.sharded_files import Item, write_index
 
         complete = self._complete()
         clock = _Clock(self._elements(), set(complete), report)
-        with without_crc32(), ThreadPoolExecutor(workers) as pool:
+        with ThreadPoolExecutor(workers) as pool:
             tasks = {
                 pool.submit(self._write, number): number
                 for number in range(len(self._groups) + 1)

@@ -21,7 +21,6 @@ from miles_core.modeling.sharded_files import (
     FORMAT_FILE,
     Item,
     ShardFile,
-    without_crc32,
     write_index,
 )
 
@@ -168,7 +167,7 @@ def write(directory: Path, state: State, rank: int) -> Written:
                 file.add_object(key, value)
         return file.items, path.name, file.digest
 
-    with without_crc32(), ThreadPoolExecutor(FILES_PER_RANK) as pool:
+    with ThreadPoolExecutor(FILES_PER_RANK) as pool:
         done = list(pool.map(write_one, range(FILES_PER_RANK)))
     items = [item.plain() for own, _, _ in done for item in own]
     return Written(items, {name: size_and_digest for _, name, size_and_digest in done})

@@ -78,6 +78,14 @@ def _is_plain(description: Any, shape: tuple[int, ...]) -> bool:
     return start == 0 and tuple(size) == shape and same
 
 
+def _content(view: IO[bytes], record: zipfile.ZipInfo) -> int:
+    """Where in the archive the content of a record begins."""
+    view.seek(record.header_offset + _LOCAL_HEADER - 4)
+    lengths = view.read(4)
+    name, extra = (int.from_bytes(lengths[i : i + 2], "little") for i in (0, 2))
+    return record.header_offset + _LOCAL_HEADER + name + extra
+
+
 def map_tensor(
     path: Path, view: IO[bytes], place: int, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> torch.Tensor | None:
@@ -91,21 +99,22 @@ def map_tensor(
             records = {name.partition("/")[2]: name for name in archive.namelist()}
             if "data.pkl" not in records or "data/0" not in records:
                 return None
-            with archive.open(records["data.pkl"]) as file:
-                description = _Description(file).load()
-            record = archive.getinfo(records["data/0"])
+            about, record = (archive.getinfo(records[name]) for name in ("data.pkl", "data/0"))
+        if any(r.compress_type != zipfile.ZIP_STORED for r in (about, record)):
+            return None
+        # Not with `archive.open`: the check sums of the archive may have been left out.
+        view.seek(_content(view, about))
+        description = _Description(io.BytesIO(view.read(about.file_size))).load()
     except pickle.UnpicklingError:
         return None
     except (zipfile.BadZipFile, EOFError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
     count = math.prod(shape)
-    plain = record.compress_type == zipfile.ZIP_STORED and _is_plain(description, shape)
-    if not plain or count == 0 or record.file_size != count * dtype.itemsize:
+    if not _is_plain(description, shape) or count == 0:
         return None
-    view.seek(record.header_offset + _LOCAL_HEADER - 4)
-    lengths = view.read(4)
-    name, extra = (int.from_bytes(lengths[i : i + 2], "little") for i in (0, 2))
-    first = place + record.header_offset + _LOCAL_HEADER + name + extra
+    if record.file_size != count * dtype.itemsize:
+        return None
+    first = place + _content(view, record)
     before = first % mmap.ALLOCATIONGRANULARITY
     with open(path, "rb") as file:
         pages = mmap.mmap(

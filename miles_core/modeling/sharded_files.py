@@ -67,8 +67,11 @@ class Item:
 
 
 @contextmanager
-def without_crc32() -> Iterator[None]:
-    """torch.save leaves out its own check sums: every file has a digest in the manifest."""
+def _without_crc32() -> Iterator[None]:
+    """torch.save leaves out its own check sums: every file has a digest in the manifest.
+
+    For the thread that calls it: torch keeps this setting for each thread.
+    """
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -131,7 +134,8 @@ class ShardFile:
     def _save(self, value: Any) -> None:
         """torch.save, which would hide what the disk said."""
         try:
-            torch.save(value, cast(IO[bytes], self))
+            with _without_crc32():
+                torch.save(value, cast(IO[bytes], self))
         except (OSError, RuntimeError):
             if self._fault is None:
                 raise

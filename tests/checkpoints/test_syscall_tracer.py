@@ -26,7 +26,7 @@ def _until_the_exit(root: Path) -> None:
         threading.Thread(
             target=lambda n=thread: [_write_files(root, n) for _ in iter(int, 1)], daemon=True
         ).start()
-    while not (root / f"file{THREADS - 1}").exists():
+    while not all((root / f"file{thread}").exists() for thread in range(THREADS)):
         pass
 
 
