@@ -31,6 +31,7 @@ def test_answers_are_sent_without_delay(host: str) -> None:
         async with await asyncio.start_server(answer, sock=listener):
             _, writer = await asyncio.open_connection(host, listener.getsockname()[1])
             writer.close()
-            return await asyncio.wait_for(option, 10)
+            async with asyncio.timeout(10):
+                return await option
 
     assert asyncio.run(accepted()) != 0

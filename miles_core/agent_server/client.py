@@ -166,7 +166,8 @@ class AgentServerClient:
     async def _cancel_quietly(self, trial_id: str) -> None:
         """Cancel a trial, best effort: its lease ends it when the server cannot be told."""
         try:
-            await asyncio.wait_for(asyncio.shield(self.cancel(trial_id)), 10.0)
+            async with asyncio.timeout(10.0):
+                await asyncio.shield(self.cancel(trial_id))
         except (AgentServerError, AgentServerUnreachable, TimeoutError):
             return
 

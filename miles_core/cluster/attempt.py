@@ -89,7 +89,8 @@ class Attempt:
         if self._agents is not None:
             for instance in self._fleet.session_instances:
                 with contextlib.suppress(Exception):  # best effort: leases end them otherwise
-                    await asyncio.wait_for(self._agents.flush(instance), 15)
+                    async with asyncio.timeout(15):
+                        await self._agents.flush(instance)
         self._fleet.stop()
         self._tracker.finish()
 
@@ -376,7 +377,8 @@ class Attempt:
     async def _asked_to_stop(self) -> bool:
         """Whether a stop request came, or comes at once: it may reach the services first."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._stop.wait(), STOP_LAG_S)
+            async with asyncio.timeout(STOP_LAG_S):
+                await self._stop.wait()
         return self._stop.is_set()
 
     async def _guard(self, work: Coroutine[Any, Any, T], interruptible: bool = False) -> T:

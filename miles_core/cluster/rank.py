@@ -120,9 +120,8 @@ class Rank:
         asked = time.monotonic()
         while True:
             try:
-                pulse = await asyncio.wait_for(
-                    self.actor.pulse.options(concurrency_group=WATCH).remote(), timeout_s
-                )
+                async with asyncio.timeout(timeout_s):
+                    pulse = await self.actor.pulse.options(concurrency_group=WATCH).remote()
             except ActorUnavailableError:  # no connection; whether it is dead shows soon
                 if timeout_s is not None and time.monotonic() - asked > timeout_s:
                     raise TimeoutError from None

@@ -68,6 +68,7 @@ class Engines:
             if not self._watched or left <= 0:
                 return None
             try:
-                await asyncio.wait_for(self._changed.wait(), left)
+                async with asyncio.timeout(left):
+                    await self._changed.wait()
             except TimeoutError:
                 continue

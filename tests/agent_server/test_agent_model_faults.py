@@ -116,7 +116,8 @@ async def work_outside(script: list[Any], logs: Path, limit_s: float) -> AgentJo
     job = JOBS["of-a-test"] = AgentJob(request, default_agent_config())
     try:
         agent = MiniSweAgentOutside(logs, trial_id="of-a-test")
-        await asyncio.wait_for(agent.run("do", Shell(), AgentContext()), limit_s)  # type: ignore
+        async with asyncio.timeout(limit_s):
+            await agent.run("do", Shell(), AgentContext())  # type: ignore
     except (AgentFailed, TimeoutError):
         pass
     finally:

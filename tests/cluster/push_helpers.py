@@ -154,7 +154,8 @@ class Engines:
                 repairs.cancel()
                 await asyncio.gather(repairs, return_exceptions=True)
 
-        await asyncio.wait_for(self.watched(wait()), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            await self.watched(wait())
 
 
 async def log_probs(url: str, prompt: list[int] = PROMPT) -> tuple[list[float], str]:

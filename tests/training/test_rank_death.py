@@ -110,4 +110,5 @@ async def test_a_stopped_rank_is_told_as_a_stall(base: Path, rollout: Path) -> N
         pids = (await trainers.processes())["pids"]
         os.kill(pids[1], signal.SIGSTOP)
         with pytest.raises(RankSilent, match=f"rank 1 of 2 .pid {pids[1]} .*is stopped"):
-            await asyncio.wait_for(trainers.watch(), AT_ONCE_S)
+            async with asyncio.timeout(AT_ONCE_S):
+                await trainers.watch()

@@ -54,7 +54,8 @@ class Spawner:
     async def entered(self) -> int:
         """Wait until it is in its sandbox; the first process of a new one. Raises SandboxError."""
         try:
-            return await asyncio.wait_for(asyncio.shield(self._channel.ready), ENTER_LIMIT_S)
+            async with asyncio.timeout(ENTER_LIMIT_S):
+                return await asyncio.shield(self._channel.ready)
         except TimeoutError as error:
             raise SandboxError("the sandbox does not let a process of ours run") from error
 
@@ -97,7 +98,8 @@ class Forks:
             self._channel = self._launch()
         channel = self._channel
         try:
-            await asyncio.wait_for(asyncio.shield(channel.ready), LOAD_LIMIT_S)
+            async with asyncio.timeout(LOAD_LIMIT_S):
+                await asyncio.shield(channel.ready)
         except TimeoutError:
             channel.close()
             message = f"{channel.name} was not loaded in {LOAD_LIMIT_S:.0f} s"
