@@ -51,6 +51,7 @@ class RankActor:
         self._rank = rank
         self._world_size = world_size
         self._worker: Any = None
+        self._listener: int | None = None
         self._doing = ""
 
     def pulse(self) -> Pulse:
@@ -63,13 +64,15 @@ class RankActor:
         return Pulse(os.getpid(), nice, context.get_node_id(), host, self._doing)
 
     def address(self) -> tuple[str, int]:
-        """Host and free port where rank 0 will wait for the others."""
+        """Host and port where rank 0 waits for the others; it listens there from now on, so that
+        nobody else takes the port."""
         import socket
 
         host = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return host, probe.getsockname()[1]
+        listener = socket.create_server((host, 0), backlog=max(128, self._world_size))
+        port: int = listener.getsockname()[1]
+        self._listener = listener.detach()  # the store of rank 0 takes it over
+        return host, port
 
     def setup(
         self, address: tuple[str, int], load: str, ref_load: str | None, critic_load: str | None
@@ -78,7 +81,9 @@ class RankActor:
         with self._in("init"):
             from miles_core.training.worker import TrainerWorker
 
-            self._worker = TrainerWorker(self._config, self._rank, self._world_size, *address)
+            self._worker = TrainerWorker(
+                self._config, self._rank, self._world_size, *address, self._listener
+            )
             answer: dict[str, Any] = self._worker.init(load, ref_load, critic_load)
             return answer
 

@@ -37,11 +37,13 @@ def start(
     pp_size: int = 1,
     cp_size: int = 1,
     ep_size: int = 1,
+    listener: int | None = None,
 ) -> Layout:
     """Join the ranks (gloo on CPU, nccl on GPU) and seed the weights' generator alike on all.
 
     Sizes of tensor, pipeline, context and expert parallelism; what remains is data parallelism.
-    A single rank needs no address and opens no port.
+    A single rank needs no address and opens no port. `listener`: on rank 0, a socket that listens
+    at the address already, which is taken over.
     """
     if world_size % (tp_size * pp_size * cp_size):
         raise ValueError(
@@ -55,7 +57,12 @@ def start(
         store: dist.Store = dist.HashStore()
     else:
         store = dist.TCPStore(
-            master_addr, master_port, world_size, rank == 0, timeout=timedelta(minutes=5)
+            master_addr,
+            master_port,
+            world_size,
+            rank == 0,
+            timeout=timedelta(minutes=5),
+            master_listen_fd=listener if rank == 0 else None,
         )
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT

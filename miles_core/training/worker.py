@@ -47,7 +47,8 @@ class TrainerWorker:
     """Rank `rank` of `world_size`; all methods are collective, `log_probs` over the ranks that
     work on the same samples (with expert parallelism: over all).
 
-    A single rank ignores the address. `close` leaves the process groups, so that the process may
+    A single rank ignores the address. `listener`: on rank 0, a socket (descriptor) that listens
+    there already, which is taken over. `close` leaves the process groups, so that the process may
     build another worker.
     """
 
@@ -58,6 +59,7 @@ class TrainerWorker:
         world_size: int = 1,
         master_addr: str = "127.0.0.1",
         master_port: int = 0,
+        listener: int | None = None,
     ) -> None:
         torch.set_num_threads(config.threads)
         self._config = config
@@ -71,6 +73,7 @@ class TrainerWorker:
             config.pipeline_model_parallel_size,
             config.context_parallel_size,
             config.expert_model_parallel_size,
+            listener,
         )
         self._policy: Policy | None = None
         self._critic: Critic | None = None

@@ -107,7 +107,8 @@ def test_a_killed_rank_of_two_is_named_and_ends_the_attempt_at_once(runs, layout
     assert f"trainer rank 1 of 2 (pid {ranks['pids'][1]} on " in ending["detail"]
     assert "was ended by SIGKILL" in ending["detail"]
     assert ending["time"] - killed < 30  # a collective waits for minutes
-    assert [e["step"] for e in runs.events(name, "step_trained")] == [0, 1, 2]
+    # a step whose checkpoint was being written when the rank died is trained again
+    assert {e["step"] for e in runs.events(name, "step_trained")} == {0, 1, 2}
     assert runs.left(name) == []
 
 
