@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -91,10 +92,15 @@ def start(
 
 
 def stop() -> None:
-    """Leave the groups; the process may `start` again."""
+    """Leave the groups; the process may `start` again. Let go of the model before.
+
+    A gloo group has threads, which wake up a hundred times a second until nothing refers to it:
+    models and optimizers do, in cycles.
+    """
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+    gc.collect()
 
 
 def device() -> torch.device:

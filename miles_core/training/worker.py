@@ -307,5 +307,6 @@ class TrainerWorker:
     def close(self) -> None:
         """Leave the process groups."""
         self.weights.end()
-        self._policy = self._critic = None
+        self.weights = WeightSender(self._config.update_weight_buffer_size)
+        self._policy = self._critic = self._save = None
         parallel.stop()
