@@ -25,14 +25,10 @@ class Cut(Protocol):
 
 
 def _join(tensors: Tensors, dim: int = 0) -> torch.Tensor:
+    """The tensors behind each other; a single one is not copied."""
     import torch  # not at the top: names of weights are wanted without it
 
-    return torch.cat(list(tensors), dim)
-
-
-def _cat(parts: Tensors, dim: int = 0) -> torch.Tensor:
-    """torch.cat, without a copy of a single tensor."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)
 
 
 class Whole:

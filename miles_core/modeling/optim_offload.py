@@ -51,7 +51,6 @@ class HostState:
         self._part._copy_main_params_to_model_params = self._masters_to_weights
         self._part._copy_model_params_to_main_params = self._weights_to_masters
         self._part._get_main_param_and_optimizer_states = self._states
-        self._part._set_main_param_and_optimizer_states = self._set_states
 
     def _come(self, param: torch.Tensor) -> None:
         """Give a float32 weight its memory on the device, and its value."""
@@ -124,9 +123,3 @@ class HostState:
         group, order = self._part.model_param_group_index_map[param]
         main = self._adam.param_groups[group]["params"][order]
         return {"param": self._masters.get(main, main), **self._adam.state[main]}
-
-    @torch.no_grad()
-    def _set_states(self, param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
-        for name, values in self._states(param).items():
-            if name in tensors:
-                values.copy_(tensors[name])

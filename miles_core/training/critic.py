@@ -10,7 +10,6 @@ from miles_core.modeling.cut import Cut
 from miles_core.modeling.hf_config import ModelSpec
 from miles_core.modeling.hf_weights import HFReader, load_hf
 from miles_core.modeling.log_probs import Head
-from miles_core.modeling.optim import AdamSettings
 from miles_core.modeling.value_model import HEAD_NAME, build_value_model, token_values
 from miles_core.training.batch import Packed, TrainSample
 from miles_core.training.config import TrainerConfig
@@ -36,16 +35,8 @@ class Critic(TrainedModel):
             config.recompute,
             seed=config.seed,
         )
-        settings = AdamSettings(
-            lr=config.lr if config.critic_lr is None else config.critic_lr,
-            warmup_steps=config.critic_lr_warmup_steps,
-            weight_decay=config.weight_decay,
-            beta1=config.adam_beta1,
-            beta2=config.adam_beta2,
-            clip_grad=config.clip_grad,
-            offload=config.optimizer_cpu_offload,
-        )
-        super().__init__(config, model, settings)
+        lr = config.lr if config.critic_lr is None else config.critic_lr
+        super().__init__(config, model, lr, config.critic_lr_warmup_steps)
 
     @torch.no_grad()
     def record(self, micro_batches: MicroBatches) -> None:

@@ -14,7 +14,6 @@ from miles_core.modeling.gpt import build_model
 from miles_core.modeling.hf_config import ModelSpec
 from miles_core.modeling.hf_weights import HFReader, load_hf
 from miles_core.modeling.log_probs import Head, log_probs_and_entropy, token_log_probs
-from miles_core.modeling.optim import AdamSettings
 from miles_core.modeling.routing import RoutedPass
 from miles_core.training.batch import Packed, TrainSample
 from miles_core.training.config import TrainerConfig
@@ -38,18 +37,8 @@ class Policy(TrainedModel):
         )
         if config.lora is not None:
             lora.attach(model, spec, config.lora)
-        settings = AdamSettings(
-            lr=config.lr,
-            warmup_steps=config.lr_warmup_steps,
-            weight_decay=config.weight_decay,
-            beta1=config.adam_beta1,
-            beta2=config.adam_beta2,
-            clip_grad=config.clip_grad,
-            offload=config.optimizer_cpu_offload,
-        )
-        super().__init__(config, model, settings)
+        super().__init__(config, model, config.lr, config.lr_warmup_steps)
         self.routing = RoutingReplay(config, spec, self.model) if config.replays_routing else None
-        self._spec = spec
         self.base: str | Path | None = None
         self._reference: list[torch.Tensor] | None = None
 
@@ -154,7 +143,7 @@ class Policy(TrainedModel):
         if dist_state.is_torch_dist(directory):
             dist_state.load_base(directory, self.model)
         else:
-            load_hf(self.model, self._spec, HFReader(directory))
+            load_hf(self.model, self.spec, HFReader(directory))
 
     def load(self, directory: str) -> bool:
         """Weights, and from an own checkpoint everything else that the next update depends on;

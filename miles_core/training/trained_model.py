@@ -64,10 +64,21 @@ class TrainedModel(ABC):
     """What policy and critic share. A subclass says what the last pipeline stage makes of the
     model's outputs, and where the samples keep it."""
 
-    def __init__(self, config: TrainerConfig, model: PolicyModel, settings: AdamSettings) -> None:
+    def __init__(
+        self, config: TrainerConfig, model: PolicyModel, lr: float, warmup_steps: int
+    ) -> None:
         self.config = config
         self.device = parallel.device()
         self.model = model
+        settings = AdamSettings(
+            lr=lr,
+            warmup_steps=warmup_steps,
+            weight_decay=config.weight_decay,
+            beta1=config.adam_beta1,
+            beta2=config.adam_beta2,
+            clip_grad=config.clip_grad,
+            offload=config.optimizer_cpu_offload,
+        )
         self.optimizer = Optimizer(model, settings)
         self.refused_updates = 0
 
