@@ -6,7 +6,9 @@ Each part runs in a process of its own, with one thread for arithmetic, on the s
 with a copy of what it wrote; the copy is synced, as everything else is. Prints a table, or one JSON
 object with `--json`: seconds, CPU seconds, MB of result a second, their share of the copy's, and
 how far the memory of the process rose above what it had before the part began. The page cache is
-warm for all, and modules are imported before the clock starts.
+warm for all, modules are imported before the clock starts, and memory for as many bytes as the part
+writes was in use a moment before: a virtual machine may have given free memory back to its host,
+and getting it again can take several times as long as writing to it.
 
 convert          what a user gets by default: the source is fingerprinted; every tensor is
                  written, read back and compared bit for bit; logits of the first layers are
@@ -29,6 +31,7 @@ import multiprocessing
 import os
 import resource
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -38,7 +41,7 @@ from typing import Any
 
 from miles_core.checkpoints import manifest, store
 
-CHUNK = 4 << 20
+STATE = 8  # bytes of a trainer's checkpoint for each byte of a bfloat16 model
 
 
 def make_model(directory: Path, megabytes: int, dtype: str) -> None:
@@ -76,18 +79,27 @@ def peak_rss() -> int:
 
 
 def copy(source: Path, target: Path) -> None:
-    """Copy a directory's files, synced."""
+    """Copy a directory's files, synced; the kernel moves the bytes."""
     target.mkdir()
     for path in sorted(source.rglob("*")):
         if path.is_file():
-            with open(path, "rb") as reader, open(target / path.name, "wb") as writer:
-                shutil.copyfileobj(reader, writer, CHUNK)
-                writer.flush()
-                os.fsync(writer.fileno())
+            shutil.copyfile(path, target / path.name)
+            manifest.sync(target / path.name)
 
 
-def measure(part: Callable[[], Any]) -> dict[str, float]:
-    """Seconds, seconds of CPU time and growth of the peak memory while `part` runs."""
+def _wake_memory(size: int) -> None:
+    """Use twice `size` bytes for a moment, in a process of its own: the host gives them then.
+
+    NumPy asks for huge pages, which a plain allocation would not get back.
+    """
+    code = f"import numpy; numpy.ones({2 * size}, numpy.uint8)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def measure(part: Callable[[], Any], written: int) -> dict[str, float]:
+    """Seconds, seconds of CPU time and growth of the peak memory while `part` runs, which writes
+    about this number of bytes."""
+    _wake_memory(written)
     before, cpu, started = peak_rss(), time.process_time(), time.monotonic()
     part()
     return {
@@ -99,7 +111,7 @@ def measure(part: Callable[[], Any]) -> dict[str, float]:
 
 def run_copy(source: Path, target: Path) -> dict[str, float]:
     """The plain copy."""
-    return measure(lambda: copy(source, target))
+    return measure(lambda: copy(source, target), size_of(source))
 
 
 def run_convert(hf: Path, target: Path, check: Any = "auto") -> dict[str, float]:
@@ -109,7 +121,7 @@ def run_convert(hf: Path, target: Path, check: Any = "auto") -> dict[str, float]
     from miles_core.checkpoints import convert
     from miles_core.modeling import gpt, shard_map, shard_reader  # noqa: F401 - not measured
 
-    return measure(lambda: convert.convert_to_torch_dist(hf, target, check=check))
+    return measure(lambda: convert.convert_to_torch_dist(hf, target, check=check), size_of(hf))
 
 
 def run_convert_tensors(hf: Path, target: Path) -> dict[str, float]:
@@ -122,7 +134,7 @@ def run_export(source: Path, target: Path) -> dict[str, float]:
     from miles_core.checkpoints.export import export_to_hf
     from miles_core.modeling import gpt, shard_map, shard_reader  # noqa: F401 - not measured
 
-    return measure(lambda: export_to_hf(source, target, shard_bytes=500_000_000))
+    return measure(lambda: export_to_hf(source, target, shard_bytes=500_000_000), size_of(source))
 
 
 def _worker(load: Path | None = None) -> Any:
@@ -144,7 +156,7 @@ def run_save(converted: Path, target: Path) -> dict[str, float]:
         known = worker.save(str(directory))
         store.publish(directory, target, 1, {}, keep=1, known=known)
 
-    result = measure(save)
+    result = measure(save, STATE * size_of(converted))
     worker.close()
     return result
 
@@ -153,11 +165,11 @@ def run_pause(converted: Path, target: Path) -> dict[str, float]:
     """The same in the background: how long a step waits for it."""
     worker = _worker(converted)
     directory = store.begin(target, 1)
+    result = measure(lambda: worker.start_save(str(directory), True), STATE * size_of(converted))
     started = time.monotonic()
-    result = measure(lambda: worker.start_save(str(directory), True))
     known = worker.finish_save()
     store.publish(directory, target, 1, {}, keep=1, known=known)
-    result["seconds_published"] = time.monotonic() - started
+    result["seconds_published"] = result["seconds"] + time.monotonic() - started
     worker.close()
     return result
 
@@ -165,14 +177,14 @@ def run_pause(converted: Path, target: Path) -> dict[str, float]:
 def run_load(source: Path, target: Path) -> dict[str, float]:
     """Reading a checkpoint into a trainer, its model built anew."""
     worker = _worker()
-    result = measure(lambda: worker.init(str(source)))
+    result = measure(lambda: worker.init(str(source)), size_of(source))
     worker.close()
     return result
 
 
 def run_check(source: Path, target: Path) -> dict[str, float]:
     """Digests of a whole checkpoint, as a resume computes them."""
-    return measure(lambda: manifest.verify(source))
+    return measure(lambda: manifest.verify(source), 0)
 
 
 PARTS = {

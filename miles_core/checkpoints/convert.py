@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 KIND = "converted"
-WORKERS = 2
+WORKERS = 4  # more than cores: some wait for the disk
 
 Check = Literal["auto", "logits", "tensors"]
 

@@ -76,6 +76,7 @@ def transformer_config(
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths
         use_cpu_initialization=True,
+        perform_initialization=False,  # a checkpoint fills every weight, or loading fails
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
