@@ -242,22 +242,30 @@ def compare(work: Path, name: str, source: Path, repeats: int) -> dict[str, Any]
     }
 
 
-def run(work: Path, megabytes: int, dtype: str, repeats: int) -> dict[str, Any]:
-    """All parts, one after the other."""
+def run(work: Path, megabytes: int, dtype: str, repeats: int, only: list[str]) -> dict[str, Any]:
+    """The parts in `only` and what they read, one after the other."""
     context = multiprocessing.get_context("spawn")
     hf = work / "hf"
     maker = context.Process(target=make_model, args=(hf, megabytes, dtype))
     maker.start()
     maker.join()
-    results = {name: compare(work, name, hf, repeats) for name in ("convert", "convert-tensors")}
-    shutil.rmtree(work / "convert-tensors")
-    results["export"] = compare(work, "export", work / "convert", repeats)
-    shutil.rmtree(work / "export")
-    results["pause"] = compare(work, "pause", work / "convert", repeats)
-    shutil.rmtree(work / "pause")
-    results["save"] = compare(work, "save", work / "convert", repeats)
-    for name in READING:
-        results[name] = compare(work, name, work / "save" / "iter_0000001", repeats)
+    saved = work / "save" / "iter_0000001"
+    sources = {
+        "convert": hf,
+        "convert-tensors": hf,
+        "export": work / "convert",
+        "pause": work / "convert",
+        "save": work / "convert",
+        "check": saved,
+        "load": saved,
+    }
+    wanted = {*only, *(sources[name].relative_to(work).parts[0] for name in only)}
+    results = {}
+    for name, source in sources.items():
+        if name in wanted or (name == "convert" and "save" in wanted):
+            results[name] = compare(work, name, source, repeats)
+            if name not in ("convert", "save"):
+                shutil.rmtree(work / name, ignore_errors=True)
     return results
 
 
@@ -267,12 +275,13 @@ def main() -> int:
     parser.add_argument("--mb", type=int, default=1000, help="size of the model's weights (1000)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--repeats", type=int, default=3, help="the fastest of these counts (3)")
+    parser.add_argument("--only", nargs="+", choices=tuple(PARTS)[1:], default=tuple(PARTS)[1:])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     args.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.output) as work:
-        results = run(Path(work), args.mb, args.dtype, args.repeats)
+        results = run(Path(work), args.mb, args.dtype, args.repeats, args.only)
     if args.json:
         json.dump(results, sys.stdout, indent=1)
         print()
@@ -287,7 +296,8 @@ def main() -> int:
             f"{r['copy_cpu_seconds']:>10.2f} {r['mb_per_s']:>6.0f} {r['copy_mb_per_s']:>9.0f} "
             f"{r['share_of_copy']:>6.2f} {r['peak_mb']:>8.0f}"
         )
-    print(f"published after a pause: {results['pause']['seconds_published']:.2f} s")
+    if "pause" in results:
+        print(f"published after a pause: {results['pause']['seconds_published']:.2f} s")
     return 0
 
 
