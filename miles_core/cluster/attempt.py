@@ -8,16 +8,18 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import ray
 
 from miles_core.agent_server.client import AgentServerClient
 from miles_core.cluster.addresses import session_host
+from miles_core.cluster.evaluation import Evaluation
 from miles_core.cluster.fleet import Fleet, Inputs
+from miles_core.cluster.guard import Guard, Interrupted
 from miles_core.cluster.no_signal import NoSignal
 from miles_core.cluster.saving import Saver, resume_point
 from miles_core.cluster.tracking import Tracker
@@ -26,7 +28,8 @@ from miles_core.cluster.weight_push import PushSettings, WeightPush
 from miles_core.config.algorithm_checks import WITHOUT_GROUPS
 from miles_core.data.source import PromptSource, Row
 from miles_core.rollout.dump import DamagedRollout, read_rollout, write_rollout
-from miles_core.rollout.loop import Group, RolloutLoop, journal_start
+from miles_core.rollout.loop import RolloutLoop, journal_start
+from miles_core.rollout.metrics import rollout_metrics
 from miles_core.rollout.place import TrialRunner
 from miles_core.runs import fold, journal, retention
 from miles_core.runs.directory import RunDir
@@ -35,14 +38,6 @@ from miles_core.sessions.client import SessionClient
 from miles_core.training.config import trainer_config
 
 log = logging.getLogger("miles.attempt")
-
-T = TypeVar("T")
-
-STOP_LAG_S = 1.0
-
-
-class Interrupted(Exception):
-    """The attempt was asked to stop; what was trained is saved."""
 
 
 class Attempt:
@@ -63,6 +58,9 @@ class Attempt:
             run.path.name,
             run.path / "wandb",
             self.config.model_dump(mode="json"),
+        )
+        self._evaluation = Evaluation(
+            self.config.rollout, self.inputs.eval_rows, run, events, self._tracker
         )
         self._trainers: TrainerGroup | None = None
         self._agents: AgentServerClient | None = None
@@ -147,13 +145,14 @@ class Attempt:
             training.num_trainer_ranks,
             self.config.cluster.rank_silence_s,
         )
+        self._guard = Guard(self._stop, [self._fleet.watch, self._trainers.watch])
         critic = self.config.model.critic_load
         setup = self._trainers.setup(
             load or self.inputs.torch_dist,
             self.inputs.ref_torch_dist,
             None if critic is None else str(critic),
         )
-        await asyncio.gather(self._guard(setup), self._fleet.engines.wait())
+        await asyncio.gather(self._guard.wait(setup), self._fleet.engines.wait())
         self._fleet.record("ranks", await self._trainers.processes())
         self._saver = Saver(
             self._trainers,
@@ -228,12 +227,12 @@ class Attempt:
             self._journal_trained(self.step - 1, metrics)
             if self._stop.is_set() and self.step < total:
                 raise Interrupted
-            if self.step < total or self._evaluation_due():
+            if self.step < total or self._evaluation.due(self.step):
                 await self._push()
                 await self._evaluate()
             self._prune()
         await self._export()
-        await self._guard(self._saver.settle())
+        await self._guard.wait(self._saver.settle())
         self._prune()
 
     async def _roll_out(self, rows: list[Row]) -> Path:
@@ -244,10 +243,10 @@ class Attempt:
             self._journal.append("stage", name="rollout", state="skipped", step=self.step)
             return path
         async with self._stage("rollout"):
-            work = self._beside_repairs(self._rollout.run_step(self.step, rows))
-            groups = await self._guard(work, interruptible=True)
+            work = self._weights.beside(self._rollout.run_step(self.step, rows))
+            groups = await self._guard.wait(work, interruptible=True)
             await asyncio.to_thread(write_rollout, path, self.step, self.step + 1, ids, groups)
-        append_metrics(self.run_dir.metrics, self.step, "rollout", _rollout_metrics(groups))
+        append_metrics(self.run_dir.metrics, self.step, "rollout", rollout_metrics(groups))
         return path
 
     def _dumped_rows(self, path: Path) -> list[str] | None:
@@ -259,44 +258,21 @@ class Attempt:
             return None
         return rows
 
-    def _evaluation_due(self) -> bool:
-        """Whether the weights of this step are to be evaluated and were not."""
-        interval = self.config.rollout.eval_interval
-        if interval is None:
-            return False
-        done = {
-            event["step"]
-            for event in journal.read(self.run_dir.journal)
-            if event["event"] == "evaluated"
-        }
-        last = self.step == self.config.rollout.num_rollout
-        return (last or self.step % interval == 0) and self.step not in done
-
     async def _evaluate(self) -> None:
         """Run the held-out rows under the current weights, when that is due."""
-        if self.inputs.eval_rows is None or not self._evaluation_due():
+        evaluation = self._evaluation
+        if not evaluation.due(self.step):
             return
-        source = PromptSource(self.inputs.eval_rows, seed=0, shuffle=False)
-        rows = source.draw(len(source))
-        samples = self.config.rollout.n_samples_per_eval_prompt
         async with self._stage("evaluate"):
-            work = self._beside_repairs(self._rollout.evaluate(self.step, rows, samples))
-            trajectories = await self._guard(work, interruptible=True)
-        rewards = [float(t.verdict.reward) for t in trajectories if t.verdict.reward is not None]
-        metrics = {
-            "reward_mean": sum(rewards) / len(rewards) if rewards else None,
-            "trajectories": len(rewards),
-            "no_verdict": samples * len(rows) - len(rewards),
-        }
-        append_metrics(self.run_dir.metrics, self.step, "eval", metrics)
-        self._journal.append("evaluated", step=self.step, metrics=metrics)
-        self._tracker.log(self.step, {f"eval/{name}": value for name, value in metrics.items()})
+            work = self._rollout.evaluate(self.step, evaluation.rows, evaluation.samples)
+            trajectories = await self._guard.wait(self._weights.beside(work), interruptible=True)
+        evaluation.record(self.step, trajectories)
 
     async def _train(self, path: Path) -> dict[str, Any]:
         assert self._trainers is not None
         async with self._stage("train"):
             directory = self.run_dir.train_dir(self.step)
-            metrics: dict[str, Any] = await self._guard(
+            metrics: dict[str, Any] = await self._guard.wait(
                 self._trainers.call("train", self.step, str(path), str(directory))
             )
         del metrics["step"]
@@ -316,13 +292,13 @@ class Attempt:
 
     async def _save(self, state: dict[str, Any]) -> None:
         async with self._stage("save"):
-            await self._guard(self._saver.save(state))
+            await self._guard.wait(self._saver.save(state))
 
     async def _push(self) -> None:
         """Give the engines the trainer's weights under the version `step + 1`."""
         version = self.step + 1
         async with self._stage("push"):
-            report = await self._guard(self._weights.push(version))
+            report = await self._guard.wait(self._weights.push(version))
         self._journal.append("weights_pushed", version=version, step=self.step, **asdict(report))
 
     async def _export(self) -> None:
@@ -331,7 +307,7 @@ class Attempt:
         final = self.run_dir.path / "model"
         partial = final.with_name(".model.partial")
         shutil.rmtree(partial, ignore_errors=True)
-        await self._guard(self._trainers.call("export_hf", str(partial)))
+        await self._guard.wait(self._trainers.call("export_hf", str(partial)))
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
         shutil.rmtree(self.run_dir.weights, ignore_errors=True)
@@ -358,70 +334,3 @@ class Attempt:
         seconds = round(time.monotonic() - started, 3)
         self._journal.append("stage", name=name, state="ended", step=self.step, seconds=seconds)
         log.info("step %d: %s took %.1f s", self.step, name, seconds)
-
-    async def _beside_repairs(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for `work` that leaves the trainer idle; engines that come back get the current
-        weights meanwhile."""
-        task = asyncio.ensure_future(work)
-        repairs = asyncio.ensure_future(self._weights.keep_current())
-        try:
-            await asyncio.wait({task, repairs}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                repairs.result()  # it ends by an error alone
-            return await task
-        finally:
-            for one in (task, repairs):
-                one.cancel()
-            await asyncio.gather(task, repairs, return_exceptions=True)
-
-    async def _asked_to_stop(self) -> bool:
-        """Whether a stop request came, or comes at once: it may reach the services first."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(STOP_LAG_S):
-                await self._stop.wait()
-        return self._stop.is_set()
-
-    async def _guard(self, work: Coroutine[Any, Any, T], interruptible: bool = False) -> T:
-        """Wait for `work` while services and ranks live; raises ServiceError, RankDied or
-        RankSilent once one does not.
-
-        A stop request ends interruptible work at once. Other work is waited for, so that
-        nothing is half done.
-        """
-        task = asyncio.ensure_future(work)
-        assert self._trainers is not None
-        watches = [
-            asyncio.ensure_future(self._fleet.watch()),
-            asyncio.ensure_future(self._trainers.watch()),
-        ]
-        waits: set[asyncio.Future[Any]] = {task, *watches}
-        if interruptible:
-            waits.add(asyncio.ensure_future(self._stop.wait()))
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            ended = [watch for watch in watches if watch.done()]
-            if ended and not await self._asked_to_stop():
-                ended[0].result()
-            raise Interrupted
-        finally:
-            for other in waits:
-                other.cancel()
-            await asyncio.gather(*waits, return_exceptions=True)
-
-
-def _rollout_metrics(groups: list[Group]) -> dict[str, Any]:
-    trajectories = [t for group in groups for t in group.trajectories]
-    rewards = [reward for group in groups for reward in group.rewards]
-    count = len(trajectories)
-    return {
-        "reward_mean": sum(rewards) / count,
-        "reward_max": max(rewards),
-        "groups": len(groups),
-        "groups_with_spread": sum(len(set(group.rewards)) > 1 for group in groups),
-        "trajectories": count,
-        "turns_mean": sum(t.model_calls for t in trajectories) / count,
-        "tokens_mean": sum(t.trained_tokens for t in trajectories) / count,
-        "trial_seconds_mean": sum(t.seconds for t in trajectories) / count,
-    }

@@ -16,7 +16,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from miles_core.cluster.attempt import Attempt, Interrupted
+from miles_core.cluster.attempt import Attempt
+from miles_core.cluster.guard import Interrupted
 from miles_core.errors import UserError
 from miles_core.rollout.outage import OutageError
 from miles_core.runs.directory import RunDir

@@ -12,10 +12,10 @@ import contextlib
 import logging
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from miles_core.cluster.engine_pool import EnginePool
 from miles_core.cluster.services import ServiceError
@@ -36,6 +36,8 @@ from miles_core.weights.digest import state_digest
 from miles_core.weights.shared import machine_id
 
 log = logging.getLogger("miles.attempt")
+
+T = TypeVar("T")
 
 POLL_S = 0.2
 PROBE_S = 5.0
@@ -118,6 +120,21 @@ class WeightPush:
             if behind := self._targets():
                 await self._give(behind)
                 await self._pool.tell()
+
+    async def beside(self, work: Coroutine[Any, Any, T]) -> T:
+        """Wait for `work` that leaves the trainer idle; engines that come back get the current
+        weights meanwhile."""
+        task = asyncio.ensure_future(work)
+        repairs = asyncio.ensure_future(self.keep_current())
+        try:
+            await asyncio.wait({task, repairs}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                repairs.result()  # it ends by an error alone
+            return await task
+        finally:
+            for one in (task, repairs):
+                one.cancel()
+            await asyncio.gather(task, repairs, return_exceptions=True)
 
     def _targets(self) -> list[Target]:
         return [Target(m, m.client) for m in self._pool.behind() if m.client is not None]
