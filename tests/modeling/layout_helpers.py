@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import layout_process
 import pytest
 import torch
+from rank_helpers import fork_ranks, free_port
 from safetensors.torch import load_file
-
-SCRIPT = Path(__file__).with_name("layout_process.py")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def run_cases(
@@ -32,28 +20,7 @@ def run_cases(
         "rollout": str(rollout),
         "cases": {name: {**case, "port": free_port()} for name, case in cases.items()},
     }
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                str(SCRIPT),
-                str(rank),
-                str(world),
-                str(directory / "run"),
-                json.dumps(request),
-            ],
-            env=env,
-        )
-        for rank in range(world)
-    ]
-    try:
-        codes = [process.wait(timeout=600) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert codes == [0] * world
-    answers = [json.loads((directory / f"run.rank{rank}").read_text()) for rank in range(world)]
+    answers = fork_ranks("layout_process", world, directory / "run", request)
     for answer in answers[1:]:
         for name in cases:
             for ours, first in zip(answer[name], answers[0][name], strict=True):

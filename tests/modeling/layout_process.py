@@ -1,9 +1,7 @@
-"""One rank that trains in one layout after the other: RANK WORLD OUT REQUEST."""
+"""One rank that trains in one layout after the other."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -64,20 +62,10 @@ def train(
     return metrics
 
 
-def main() -> None:
-    rank, world, out = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    request = json.loads(sys.argv[4])
+def rank_main(request: dict[str, Any], rank: int, world: int, out: Path) -> dict[str, Any]:
+    """Metrics of every case; exports beside `out`."""
     with on_a_pretended_gpu():
-        answers = run_all(request, rank, world, out)
-    out.with_name(f"{out.name}.rank{rank}").write_text(json.dumps(answers))
-
-
-def run_all(request: dict[str, Any], rank: int, world: int, out: Path) -> dict[str, Any]:
-    return {
-        name: train(case, request["rollout"], rank, world, out.with_name(f"{out.name}-{name}"))
-        for name, case in request["cases"].items()
-    }
-
-
-if __name__ == "__main__":
-    main()
+        return {
+            name: train(case, request["rollout"], rank, world, out.with_name(f"{out.name}-{name}"))
+            for name, case in request["cases"].items()
+        }

@@ -1,6 +1,5 @@
 """One tensor-parallel rank: log-probabilities over its part of a vocabulary, to a file."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +48,15 @@ def own(scale: float, entropy: bool, dtype: torch.dtype = torch.float32) -> dict
     }
 
 
-if __name__ == "__main__":
-    rank, port, directory = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    parallel.start(rank, 2, "127.0.0.1", port, 2, seed=1)
+def rank_main(request: dict[str, Any], rank: int, world: int, out: Path) -> str:
+    """The file with the answers of both paths, with entropy and without."""
+    parallel.start(rank, world, "127.0.0.1", request["port"], world, seed=1)
     answers = {}
     for kept in (0, log_probs.KEPT):
         log_probs.KEPT, log_probs.MIN_ROWS, log_probs.BLOCK = kept, 5, {"cpu": 1}
         for entropy in (False, True):
             answers[f"{'kept' if kept else 'again'}-{entropy}"] = own(1.0, entropy)
-    torch.save(answers, directory / f"rank{rank}.pt")
     parallel.stop()
+    file = out.with_name(f"{rank}.pt")
+    torch.save(answers, file)
+    return str(file)

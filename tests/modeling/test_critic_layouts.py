@@ -49,8 +49,14 @@ def compare(hf: Path, directory: Path, world: int, cases: dict[str, dict[str, An
         assert_same_weights(directory / f"resumed-{name}", directory / "one")
 
 
-def test_two_ranks(tmp_path: Path) -> None:
-    cases = {"tp_sp": TP | SP | RECOMPUTE, "pp": PP, "cp": CP, "dp": {}}
+@pytest.mark.parametrize(
+    "cases",
+    [
+        {"tp_sp": TP | SP | RECOMPUTE, "pp": PP},
+        pytest.param({"cp": CP, "dp": {}}, marks=pytest.mark.slow),
+    ],
+)
+def test_two_ranks(tmp_path: Path, cases: dict[str, dict[str, Any]]) -> None:
     compare(make_hf(tmp_path / "dense"), tmp_path, 2, cases)
 
 

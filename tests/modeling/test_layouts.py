@@ -28,6 +28,8 @@ TWO: Cases = {
     "pp": ("dense", PP),
     "cp": ("dense", CP),
     "moe_ep": ("glm4_moe_lite", EP | {"micro_batch_size": 2}),
+}
+MORE: Cases = {
     "moe_pp": ("glm4_moe_lite", PP),
     "moe_tp_sp": ("glm4_moe_lite", TP | SP),
 }
@@ -84,8 +86,9 @@ def compare(directory: Path, world: int, cases: Cases) -> None:
         assert_same_weights(directory / f"resumed-{name}", directory / f"one-{kind}")
 
 
-def test_two_ranks(tmp_path: Path) -> None:
-    compare(tmp_path, 2, TWO)
+@pytest.mark.parametrize("cases", [TWO, pytest.param(MORE, marks=pytest.mark.slow)])
+def test_two_ranks(tmp_path: Path, cases: Cases) -> None:
+    compare(tmp_path, 2, cases)
 
 
 @pytest.mark.slow

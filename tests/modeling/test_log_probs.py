@@ -1,16 +1,13 @@
 """Log-probabilities and entropies with gradients, against torch's own softmax in float64."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import log_probs_process
 import pytest
 import torch
-from layout_helpers import free_port
 from log_probs_process import ROWS, TEMPERATURE, VOCAB, WIDTH, inputs, own
+from rank_helpers import fork_ranks, free_port
 
 from miles_core.modeling import log_probs, parallel
 from miles_core.modeling.log_probs import Head, log_probs_and_entropy, token_log_probs
@@ -62,13 +59,8 @@ def test_values_and_gradients_in_blocks(
 
 
 def test_a_vocabulary_over_two_ranks(tmp_path: Path) -> None:
-    script, port = str(Path(log_probs_process.__file__)), str(free_port())
-    processes = [
-        subprocess.Popen([sys.executable, script, str(rank), port, str(tmp_path)])
-        for rank in range(2)
-    ]
-    assert [process.wait(timeout=600) for process in processes] == [0, 0]
-    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+    files = fork_ranks("log_probs_process", 2, tmp_path / "run", {"port": free_port()})
+    ranks = [torch.load(file) for file in files]
     for name in ranks[0]:
         first, second = (answers[name] for answers in ranks)
         for key in ("values", "entropies", "observed", "of_hidden"):

@@ -17,15 +17,15 @@ RECOMPUTE = {"recompute": True}
 
 Cases = dict[str, tuple[str, dict[str, Any]]]
 TWO: Cases = {
-    "tp": ("dense", TP),
     "tp_sp_recompute": ("dense", TP | SP | RECOMPUTE),
-    "pp_recompute": ("dense", PP | RECOMPUTE),
-    "cp": ("dense", CP),
     "dp": ("dense", {}),
     "moe_ep": ("glm4_moe_lite", EP),
-    "moe_tp_sp": ("glm4_moe_lite", TP | SP),
 }
 MORE: Cases = {
+    "tp": ("dense", TP),
+    "pp_recompute": ("dense", PP | RECOMPUTE),
+    "cp": ("dense", CP),
+    "moe_tp_sp": ("glm4_moe_lite", TP | SP),
     "some": ("dense", TP | {"target_modules": ("k_proj", "up_proj", "o_proj")}),
     "tp_padded": ("dense", TP | PADDED | RECOMPUTE),
     "pp_padded": ("dense", PP | PADDED | {"micro_batch_size": 2}),

@@ -24,11 +24,11 @@ RECOMPUTE, ENGINE = {"recompute": True}, {"use_rollout_routing_replay": True}
 OLD = {"use_routing_replay": True}
 METRICS = ("routing_replayed", "routing_differs", "rollout_routing_differs")
 TWO = {
-    "tp_sp_ep": TP | SP | EP | RECOMPUTE,
     "pp": PP | RECOMPUTE | {"micro_batch_size": 2},
     "cp": CP | PADDED,
 }
 MORE = {
+    "tp_sp_ep": TP | SP | EP | RECOMPUTE,
     "ep": EP | {"micro_batch_size": 2},
     "tp_sp": TP | SP | PADDED,
     "cp_ep": CP | EP | RECOMPUTE,

@@ -1,10 +1,8 @@
-"""One rank on which things go wrong, in one layout after the other: RANK WORLD OUT REQUEST."""
+"""One rank on which things go wrong, in one layout after the other."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,14 +71,8 @@ def run(case: dict[str, Any], rank: int, world: int, rollout: str) -> dict[str, 
     return answers
 
 
-def main() -> None:
-    rank, world, out = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    request = json.loads(sys.argv[4])
-    answers = {
+def rank_main(request: dict[str, Any], rank: int, world: int, out: Path) -> dict[str, Any]:
+    """What went wrong in every case, and what came of it."""
+    return {
         name: run(case, rank, world, request["rollout"]) for name, case in request["cases"].items()
     }
-    out.with_name(f"{out.name}.rank{rank}").write_text(json.dumps(answers))
-
-
-if __name__ == "__main__":
-    main()

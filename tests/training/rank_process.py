@@ -1,24 +1,20 @@
-"""One rank of a multi-process test: RANK OUT REQUEST."""
+"""One rank that makes a list of calls."""
 
-import json
-import sys
+from __future__ import annotations
+
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from trainer_helpers import CONFIG
 
 from miles_core.training.worker import TrainerWorker
 
 
-def main() -> None:
-    rank, out, request = int(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
+def rank_main(request: dict[str, Any], rank: int, world: int, out: Path) -> list[Any]:
+    """The answers of the calls."""
     config = replace(CONFIG, **request["changes"])
-    worker = TrainerWorker(config, rank, request["world"], "127.0.0.1", request["port"])
+    worker = TrainerWorker(config, rank, world, "127.0.0.1", request["port"])
     answers = [getattr(worker, method)(*args) for method, *args in request["calls"]]
     worker.close()
-    if rank == 0:
-        out.write_text(json.dumps(answers))
-
-
-if __name__ == "__main__":
-    main()
+    return answers

@@ -1,11 +1,9 @@
-"""One rank that streams weights in one layout after the other: RANK WORLD OUT REQUEST."""
+"""One rank that streams weights in one layout after the other."""
 
 from __future__ import annotations
 
 import gc
-import json
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,17 +56,13 @@ def stream(worker: TrainerWorker, case: dict[str, Any], rank: int) -> dict[str, 
     return {"wrong": wrong, "names": names, "sizes": sizes, "counts": counts, "grown": grown}
 
 
-def main() -> None:
-    rank, world, out = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+def rank_main(request: dict[str, Any], rank: int, world: int, out: Path) -> dict[str, Any]:
+    """What each case streamed."""
     answers = {}
-    for name, case in json.loads(sys.argv[4]).items():
+    for name, case in request.items():
         config = replace(CONFIG, kl_loss_coef=0.0, **case["changes"])
         worker = TrainerWorker(config, rank, world, "127.0.0.1", case["port"])
         worker.init_from_hf(case["hf"])
         answers[name] = stream(worker, case, rank)
         worker.close()
-    out.with_name(f"{out.name}.rank{rank}").write_text(json.dumps(answers))
-
-
-if __name__ == "__main__":
-    main()
+    return answers

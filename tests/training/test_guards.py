@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from rank_helpers import fork_ranks, free_port
 from trainer_helpers import make_rollout, single
 
 from miles_core.modeling.replicas import bit_sum
@@ -22,12 +19,6 @@ from miles_core.training.guards import CorruptionError
 TP, PP = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 CP, EP = {"context_parallel_size": 2}, {"expert_model_parallel_size": 2}
 SP = {"sequence_parallel": True}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def run_cases(
@@ -41,21 +32,7 @@ def run_cases(
             for name, (hf, changes) in cases.items()
         },
     }
-    script = Path(__file__).with_name("guard_process.py")
-    arguments = [str(world), str(directory / "run"), json.dumps(request)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), *arguments],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(world)
-    ]
-    try:
-        assert [process.wait(timeout=400) for process in processes] == [0] * world
-    finally:
-        for process in processes:
-            process.kill()
-    return [json.loads((directory / f"run.rank{rank}").read_text()) for rank in range(world)]
+    return fork_ranks("guard_process", world, directory / "run", request)
 
 
 def check(name: str, answers: list[dict[str, Any]]) -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_trainer_ranks import free_port
 from test_trainer_worker import poisoned
 from trainer_helpers import make_hf, make_rollout, run_ranks, single, weights
 
@@ -116,7 +115,7 @@ def test_two_ranks_go_on_from_one_and_one_from_two(base: Path, tmp_path: Path) -
     layout = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
     steps = [["train", i, str(files[i])] for i in (2, 3)]
     calls = [["init", str(path)], steps[0], ["save", str(tmp_path / "two")], steps[1]]
-    answers = run_ranks(tmp_path / "answers.json", 2, free_port(), calls, **layout, **LORA)
+    answers = run_ranks(tmp_path / "answers", 2, calls, **layout, **LORA)
     with single(tmp_path / "two", **LORA) as worker:
         again = worker.train(3, str(files[3]))
     for name in COMPARED:

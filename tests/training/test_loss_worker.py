@@ -1,6 +1,5 @@
 """The variants whose numbers cross samples, on a model: the cut of the work must not show."""
 
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -101,14 +100,10 @@ def test_ranks_do_not_show(
 ) -> None:
     options = {**VARIANTS[variant], "max_tokens_per_gpu": 60}
     want = trained(base, rollout, **options)[0]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     split = make_rollout(tmp_path / "split.pt", split=True)
     answers = run_ranks(
-        tmp_path / "answers.json",
+        tmp_path / "answers",
         2,
-        port,
         [["init", str(base), str(base)], *[["train", 0, str(split)]] * 2],
         global_batch_size=2,
         **layout,

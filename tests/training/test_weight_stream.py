@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from rank_helpers import fork_ranks, free_port
 from safetensors.torch import load_file
-from test_trainer_ranks import free_port
 from trainer_helpers import CONFIG, make_hf
 
 from miles_core.training.worker import TrainerWorker
@@ -28,21 +26,7 @@ MIB = 2**20
 def run(out: Path, world: int, cases: dict[str, Any]) -> list[dict[str, Any]]:
     """The answers of each rank."""
     cases = {name: {**case, "port": free_port()} for name, case in cases.items()}
-    script = Path(__file__).with_name("stream_process.py")
-    request = json.dumps(cases)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(world), str(out), request],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(world)
-    ]
-    try:
-        assert [process.wait(240) for process in processes] == [0] * world
-    finally:
-        for process in processes:
-            process.kill()
-    return [json.loads(out.with_name(f"{out.name}.rank{r}").read_text()) for r in range(world)]
+    return fork_ranks("stream_process", world, out, cases)
 
 
 def make_wide(directory: Path) -> Path:

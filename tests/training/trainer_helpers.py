@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rank_helpers import fork_ranks, free_port
 
 from miles_core.modeling.weight_stream import to_hf
 from miles_core.training.config import TrainerConfig
@@ -109,19 +106,7 @@ def weights(worker: TrainerWorker) -> dict[str, torch.Tensor]:
     return to_hf(worker.policy.model, worker._spec)
 
 
-def run_ranks(out: Path, world: int, port: int, calls: list[Any], **changes: Any) -> list[Any]:
+def run_ranks(out: Path, world: int, calls: list[Any], **changes: Any) -> list[Any]:
     """Make `calls` ([method, *args] each) in `world` processes; the answers of rank 0."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    request = json.dumps({"world": world, "port": port, "calls": calls, "changes": changes})
-    script = Path(__file__).with_name("rank_process.py")
-    processes = [
-        subprocess.Popen([sys.executable, str(script), str(rank), str(out), request], env=env)
-        for rank in range(world)
-    ]
-    try:
-        codes = [p.wait(timeout=240) for p in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert codes == [0] * world
-    return json.loads(out.read_text())
+    request = {"port": free_port(), "calls": calls, "changes": changes}
+    return fork_ranks("rank_process", world, out, request)[0]

@@ -1,0 +1,53 @@
+"""Ranks of a test in processes of their own, forked from one that has imported the trainer."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import socket
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@cache
+def _server() -> subprocess.Popen[str]:
+    """Ends with this process, which holds the other end of its standard input."""
+    server = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("rank_server.py"))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    atexit.register(server.kill)
+    return server
+
+
+def fork_ranks(
+    module: str, world: int, out: Path, request: Any, timeout_s: float = 600
+) -> list[Any]:
+    """What `rank_main(request, rank, world, out)` of a module returns in each rank."""
+    server = _server()
+    assert server.stdin is not None and server.stdout is not None
+    call = {
+        "module": module,
+        "world": world,
+        "out": str(out),
+        "request": request,
+        "timeout_s": timeout_s,
+    }
+    server.stdin.write(json.dumps(call) + "\n")
+    server.stdin.flush()
+    codes = json.loads(server.stdout.readline())
+    assert codes == [0] * world, f"exit statuses of the ranks: {codes}"
+    return [json.loads(out.with_name(f"{out.name}.rank{r}").read_text()) for r in range(world)]
