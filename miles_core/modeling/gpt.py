@@ -22,7 +22,7 @@ from miles_core.modeling.cut import Cut
 from miles_core.modeling.hf_config import ModelSpec
 from miles_core.modeling.log_probs import Head
 from miles_core.modeling.lora import ADAPTER, Lora
-from miles_core.modeling.megatron_fixes import complete_latent
+from miles_core.modeling.megatron_fixes import complete_latent, mark_cut
 from miles_core.modeling.model_config import layer_spec, transformer_config
 from miles_core.modeling.norm import RMSNorm
 
@@ -59,6 +59,7 @@ class PolicyModel(GPTModel):
                 spec.rope_theta, int(spec.head_dim * spec.rope_share)
             )
             self.rotary_pos_emb.inv_freq = frequencies.to(self.rotary_pos_emb.inv_freq.device)
+        mark_cut(self)
         experts = spec.moe.num_experts if spec.moe else 0
         ranks = parallel_state.get_expert_model_parallel_world_size()
         self.first_expert = parallel_state.get_expert_model_parallel_rank() * (experts // ranks)
@@ -142,7 +143,7 @@ def build_model(
     sequence_parallel: bool = False,
     recompute: bool = False,
 ) -> PolicyModel:
-    """This rank's model on its device, randomly initialised."""
+    """This rank's model on its device; its weights are any values until they are loaded."""
     config = transformer_config(spec, tp_size, dtype, sequence_parallel, recompute)
     model = PolicyModel(spec, config).to(device=parallel.device(), dtype=dtype)
     model.keep_router_biases()

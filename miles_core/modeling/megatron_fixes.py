@@ -5,6 +5,7 @@
 | router, fp32 scores | the name `te_general_gemm` is unbound | None |
 | latent attention | `HAVE_TE` is true over a stand-in class | False |
 | latent attention, tensor parallel | see `complete_latent` | a hook on the projection |
+| tensor parallel layers that draw no weights | these are not marked as cut | `mark_cut` |
 | dispatcher with expert parallelism (CPU) | sizes that are not on CUDA stay tensors | to numpy |
 | recompute (CPU) | saves and restores the state of a CUDA generator | an empty state |
 | dropout (CPU; the rate is 0) | wants a CUDA generator of each rank | none |
@@ -51,6 +52,19 @@ if ON_CPU:
     megatron_random._get_cuda_rng_state = _no_state
     megatron_random._set_cuda_rng_state = _restore_nothing
     megatron_random.CudaRNGStatesTracker.fork = _no_state_of_its_own
+
+
+def mark_cut(model: torch.nn.Module) -> None:
+    """Say of the weights of tensor parallel layers that each rank has a part of its own.
+
+    megatron does it as it draws them. What is not marked counts for one rank alone in the
+    gradient's norm, and is compared between ranks.
+    """
+    for module in model.modules():
+        rows = isinstance(module, tensor_parallel.RowParallelLinear)
+        columns = (tensor_parallel.ColumnParallelLinear, tensor_parallel.VocabParallelEmbedding)
+        if (rows or isinstance(module, columns)) and module.weight is not None:
+            tensor_parallel.set_tensor_model_parallel_attributes(module.weight, True, int(rows), 1)
 
 
 def complete_latent(attention: Any) -> None:
