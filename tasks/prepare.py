@@ -87,7 +87,12 @@ def verify_agent_server(run: RunDir, config: MilesConfig, rows: Path, check: Che
 
 @task(name="prepare-model", cache_policy=NO_CACHE)
 def prepare_model(run: RunDir, config: MilesConfig, check: Check) -> Path:
-    """The policy's Hugging Face directory: given, or made from the recipe and warm-started."""
+    """The policy's Hugging Face directory: given, or made from the recipe and warm-started.
+
+    What the settings ask of a made model shows here; of a given one the preflight has seen it.
+    """
+    from miles_core.preflight.checks import check_model, require
+
     model = config.model
     if model.hf_checkpoint is not None:
         record_inputs(run, hf_checkpoint=str(model.hf_checkpoint.absolute()))
@@ -98,6 +103,7 @@ def prepare_model(run: RunDir, config: MilesConfig, check: Check) -> Path:
         answer = run_module(run, "model", argv, check)
         result.skipped = not answer["made"]
         record_inputs(run, hf_checkpoint=answer["path"])
+    require(check_model(config, Path(answer["path"])))
     return Path(answer["path"])
 
 

@@ -16,6 +16,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from ray.exceptions import RayTaskError
+
 from miles_core.cluster.attempt import Attempt
 from miles_core.cluster.guard import Interrupted
 from miles_core.errors import UserError
@@ -46,14 +48,20 @@ def redirect_output(path: Path) -> None:
 
 
 def innermost(error: BaseException) -> BaseException:
-    """The first real error of nested groups."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+    """The first real error of nested groups; of a rank's, the one that was raised there."""
+    while True:
+        if isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        elif isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):
+            error = error.cause
+        else:
+            return error
 
 
 def first_line(error: BaseException) -> str:
-    """What went wrong, on one line."""
+    """What went wrong, on one line; of an error that a person can act on, what to do too."""
+    if isinstance(error, UserError):
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0] if text else ''}".rstrip(": ")
 

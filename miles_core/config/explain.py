@@ -22,6 +22,7 @@ _KINDS = {
     "int_from_float": "an integer",
     "float_parsing": "a number",
     "float_type": "a number",
+    "finite_number": "a finite number",
     "bool_parsing": "true or false",
     "bool_type": "true or false",
     "string_type": "text",
@@ -62,6 +63,8 @@ def _problem(detail: ErrorDetails, dotted: str) -> str:
     if kind in _BOUNDS:
         sign, name = _BOUNDS[kind]
         return f"must be {sign} {context[name]:g}, is {value}"
+    if kind == "value_error":
+        return str(context["error"])
     if kind in _KINDS:
         return f"must be {_KINDS[kind]}, is {value!r}"
     if kind == "literal_error":

@@ -8,15 +8,26 @@ recipe where it has them. This module imports nothing heavy.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+LARGEST_INTEGER = 2**53
+"""The largest one up to which every reader of JSON is exact."""
 
 
 class Section(BaseModel):
-    """A part of the configuration; an unknown key is an error."""
+    """A part of the configuration; an unknown key is an error, and so is a number that a run's
+    `config.json` could not hold."""
 
-    model_config = ConfigDict(extra="forbid", validate_default=True)
+    model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _fits_into_json(cls, value: Any) -> Any:
+        if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
+            raise ValueError(f"must be <= {LARGEST_INTEGER}, is {value}")
+        return value
 
 
 class RunConfig(Section):

@@ -99,14 +99,9 @@ def check_paths(config: MilesConfig) -> list[Problem]:
         )
         problems += _need(model.hf_checkpoint, "model.hf_checkpoint", fix, kind="dir")
         if model.hf_checkpoint.is_dir():
-            embedded = not config.engine.engine_urls
-            faults = model_faults(model.hf_checkpoint, embedded)
+            faults = model_faults(model.hf_checkpoint, not config.engine.engine_urls)
             problems += [Problem("model.hf_checkpoint", fault, fix) for fault in faults]
-            problems += [] if faults else _family_problems(config, model.hf_checkpoint)
-            problems += [] if faults else _layout_problems(config, model.hf_checkpoint)
-            dense = None if faults else dense_model_fault(config, model.hf_checkpoint)
-            problems += [] if dense is None else [Problem(*dense)]
-            problems += [] if faults else _adapter_problems(config, model.hf_checkpoint)
+            problems += [] if faults else check_model(config, model.hf_checkpoint)
     elif model.model_recipe is not None:
         fix = "set --model-recipe to a TOML recipe, or --hf-checkpoint to a model"
         problems += _need(model.model_recipe, "model.model_recipe", fix, kind="file")
@@ -123,6 +118,17 @@ def check_paths(config: MilesConfig) -> list[Problem]:
             fix = "set --agent-config to a YAML file, or leave it out"
             problems += _need(server.agent_config, "agent_server.agent_config", fix, kind="file")
     return problems
+
+
+def check_model(config: MilesConfig, directory: Path) -> list[Problem]:
+    """Whether the settings fit this Hugging Face model: layout, adapters, chat family, routing."""
+    dense = dense_model_fault(config, directory)
+    return [
+        *_family_problems(config, directory),
+        *_layout_problems(config, directory),
+        *([] if dense is None else [Problem(*dense)]),
+        *_adapter_problems(config, directory),
+    ]
 
 
 def _layout_problems(config: MilesConfig, directory: Path) -> list[Problem]:

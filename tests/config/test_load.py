@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from miles_core.config.keys import all_keys, find_key, sections
+from miles_core.config.keys import Key, all_keys, find_key, sections
 from miles_core.config.load import load_config
 from miles_core.config.presets import ConfigError
 from miles_core.config.schema import MilesConfig
+from miles_core.runs.files import dumps
 
 ROOT = Path(__file__).resolve().parents[2]
 PRESETS = sorted((ROOT / "presets").glob("*.toml"))
@@ -168,6 +169,21 @@ def test_wrong_values(preset: Path, flag: str, value: str, problem: str) -> None
         load_config(str(preset), {flag: value}, {})
     assert problem in error.value.message
     assert "pydantic" not in str(error.value)
+
+
+NUMBERS = [key for key in all_keys().values() if {int, float} & set(key.types)]
+
+
+@pytest.mark.parametrize("key", NUMBERS, ids=lambda key: key.name)
+def test_a_number_that_no_file_can_hold_is_refused(preset: Path, key: Key) -> None:
+    """What is accepted comes back from the run's config.json."""
+    for text in ("inf", "nan", "-inf", "9" * 25, "-" + "9" * 25):
+        try:
+            config = load_config(str(preset), {key.dotted: text}, {}).config
+        except ConfigError as error:
+            assert f"{key.section}." in error.message
+        else:
+            assert MilesConfig.model_validate_json(dumps(config.model_dump())) == config
 
 
 def test_wrong_value_names_the_preset(preset: Path) -> None:
