@@ -177,13 +177,3 @@ def _sources(spec: ModelSpec, own: dict[str, torch.Tensor]) -> dict[str, _Source
         for name, source in held.items():
             sources.setdefault(name, source)
     return sources
-
-
-def to_hf(model: PolicyModel, spec: ModelSpec) -> dict[str, torch.Tensor]:
-    """All tensors at once on the CPU of rank 0, for small models; elsewhere none. Collective."""
-    stream = WeightStream(model, spec, bucket_size=1)
-    tensors: dict[str, torch.Tensor] = {}
-    for number, bucket in enumerate(stream.buckets):
-        into = torch.empty(end_of(bucket), dtype=torch.uint8) if dist.get_rank() == 0 else None
-        tensors.update(stream.collect(number, into))
-    return tensors

@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from trainer_helpers import VOCAB, make_hf
+from trainer_helpers import VOCAB, make_hf, to_hf
 from transformers import AutoModelForCausalLM
 
 from miles_core.modeling import parallel
 from miles_core.modeling.gpt import build_model
 from miles_core.modeling.hf_config import UnsupportedModel, read_spec
 from miles_core.modeling.hf_weights import HFReader, load_hf
-from miles_core.modeling.weight_stream import to_hf
 
 
 @pytest.fixture(autouse=True)

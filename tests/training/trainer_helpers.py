@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rank_helpers import fork_ranks, free_port
 
-from miles_core.modeling.weight_stream import to_hf
+from miles_core.modeling.gpt import PolicyModel
+from miles_core.modeling.hf_config import ModelSpec
+from miles_core.modeling.weight_stream import WeightStream
 from miles_core.training.config import TrainerConfig
 from miles_core.training.worker import TrainerWorker
 
@@ -100,6 +103,17 @@ def single(load: Path, ref: Path | None = None, **changes: Any) -> Iterator[Trai
         yield worker
     finally:
         worker.close()
+
+
+def to_hf(model: PolicyModel, spec: ModelSpec) -> dict[str, torch.Tensor]:
+    """All tensors under their Hugging Face names, on rank 0. Collective."""
+    stream = WeightStream(model, spec, bucket_size=1)
+    into = torch.empty(stream.largest, dtype=torch.uint8) if dist.get_rank() == 0 else None
+    return {
+        name: tensor.clone()
+        for number in range(len(stream.buckets))
+        for name, tensor in stream.collect(number, into)
+    }
 
 
 def weights(worker: TrainerWorker) -> dict[str, torch.Tensor]:
