@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 
 def free_port() -> int:
     with socket.socket() as probe:
@@ -82,6 +84,14 @@ class Crasher:
         finally:
             self._process.kill()
             self._process.wait()
+
+
+def assert_same(got: list[dict[str, Any]], want: list[dict[str, Any]]) -> None:
+    """The same rows in every step, and the same losses but for rounding."""
+    assert [(e["step"], e["rows"]) for e in got] == [(e["step"], e["rows"]) for e in want]
+    for a, b in zip(got, want, strict=True):
+        for name in ("loss", "grad_norm", "lr", "kl_loss"):
+            assert a[name] == pytest.approx(b[name], rel=1e-4, abs=2e-7), (a["step"], name)
 
 
 def effective(log: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ import os
 import random
 import signal
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from miles_core.data.source import PromptSource  # noqa: E402
 from miles_core.training.worker import TrainerWorker  # noqa: E402
 
 ROWS, DRAWN = 7, 2
+NOTICE_S = 10.0  # for ranks that are left alone to go on until they notice it
 OPTIONS = {"global_batch_size": 4, "lr_warmup_steps": 4, "lr": 3e-3, "clip_grad": 0.5}
 LOGGED = ("loss", "grad_norm", "lr", "kl_loss", "value_loss", "critic_grad_norm", "critic_lr")
 
@@ -158,6 +160,23 @@ def _fork_rank(plan: dict[str, Any], rank: int) -> tuple[int, int, int]:
     return pid, ready, go
 
 
+def _living(pid: int) -> bool:
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:
+        return False
+
+
+def _end(pids: list[int], patience_s: float) -> None:
+    """Kill what has not ended by itself after some time."""
+    until = time.monotonic() + patience_s
+    while time.monotonic() < until and any(_living(pid) for pid in pids):
+        time.sleep(0.02)
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 def run(plan: dict[str, Any]) -> dict[str, Any]:
     """Run all ranks, one of them traced when the plan says so."""
     ranks = [_fork_rank(plan, rank) for rank in range(plan["world"])]
@@ -173,10 +192,8 @@ def run(plan: dict[str, Any]) -> dict[str, Any]:
                 os.write(go, b"x")
             tracer.follow()
             if tracer.killed:  # as a group of ranks ends when one of them does
-                for rank, pid in enumerate(pids):
-                    if rank != traced:
-                        with contextlib.suppress(ProcessLookupError):
-                            os.kill(pid, signal.SIGKILL)
+                others = [pid for rank, pid in enumerate(pids) if rank != traced]
+                _end(others, NOTICE_S if plan.get("others_notice") else 0.0)
     codes = []
     for rank, (pid, ready, go) in enumerate(ranks):
         if tracer is None or rank != plan.get("traced_rank", 0):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from crash_helpers import Crasher, effective
+from crash_helpers import Crasher, assert_same, effective
 from syscall_tracer import SUPPORTED, Point
 
 pytestmark = pytest.mark.skipif(not SUPPORTED, reason="system calls are traced on x86-64 Linux")
@@ -17,13 +17,6 @@ UNTIL = 12
 @pytest.fixture(scope="module")
 def uninterrupted(crasher: Crasher) -> list[dict[str, Any]]:
     return crasher.log("plain")
-
-
-def assert_same(got: list[dict[str, Any]], want: list[dict[str, Any]]) -> None:
-    assert [(e["step"], e["rows"]) for e in got] == [(e["step"], e["rows"]) for e in want]
-    for a, b in zip(got, want, strict=True):
-        for name in ("loss", "grad_norm", "lr", "kl_loss"):
-            assert a[name] == pytest.approx(b[name], rel=1e-4, abs=2e-7), (a["step"], name)
 
 
 def test_tp2_killed_goes_on_as_tp1_and_then_as_dp2(
