@@ -5,19 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Crasher:
@@ -49,7 +42,6 @@ class Crasher:
             "rows": str(self._rows),
             "world": world,
             "tp": tp,
-            "port": free_port(),
             "until": until,
             "saves": [],
             **plan,

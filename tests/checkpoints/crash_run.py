@@ -22,6 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent / "training"))
 
 import torch  # noqa: E402
+from rank_helpers import hold_ports, let_go, meet  # noqa: E402
 from syscall_tracer import Point, Tracer  # noqa: E402
 from trainer_helpers import CONFIG, make_rollout  # noqa: E402
 
@@ -51,7 +52,7 @@ class Run:
         changes = {**OPTIONS, **plan.get("changes", {})}
         config = replace(CONFIG, tensor_model_parallel_size=plan["tp"], **changes)
         self.saving: tuple[Path, int, dict[str, Any]] | None = None
-        self.worker = TrainerWorker(config, rank, plan["world"], "127.0.0.1", plan["port"])
+        self.worker = TrainerWorker(config, rank, plan["world"], **meet(rank))
 
     def go(self, wait_for_tracer: Any) -> None:
         checkpoint = store.latest(self.root)
@@ -179,7 +180,9 @@ def _end(pids: list[int], patience_s: float) -> None:
 
 def run(plan: dict[str, Any]) -> dict[str, Any]:
     """Run all ranks, one of them traced when the plan says so."""
+    hold_ports(1)
     ranks = [_fork_rank(plan, rank) for rank in range(plan["world"])]
+    let_go()
     tracer = None
     if "traced_save" in plan:
         point = Point(**plan["point"]) if plan.get("point") else None

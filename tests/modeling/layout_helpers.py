@@ -8,7 +8,7 @@ from typing import Any
 import layout_process
 import pytest
 import torch
-from rank_helpers import fork_ranks, free_port
+from rank_helpers import fork_ranks
 from safetensors.torch import load_file
 
 
@@ -16,10 +16,7 @@ def run_cases(
     directory: Path, world: int, rollout: Path, cases: dict[str, dict[str, Any]]
 ) -> dict[str, list[dict[str, Any]]]:
     """Metrics of each case (hf, changes), the same on all ranks; exports beside them."""
-    request = {
-        "rollout": str(rollout),
-        "cases": {name: {**case, "port": free_port()} for name, case in cases.items()},
-    }
+    request = {"rollout": str(rollout), "cases": cases}
     answers = fork_ranks("layout_process", world, directory / "run", request)
     for answer in answers[1:]:
         for name in cases:

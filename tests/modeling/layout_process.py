@@ -9,6 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from rank_helpers import meet
+
 from miles_core.training import worker as worker_module
 from miles_core.training.config import TrainerConfig
 from miles_core.training.worker import TrainerWorker
@@ -44,7 +46,7 @@ def train(
     With `save` a checkpoint is written there after two steps; with `load` three steps follow one.
     """
     config = replace(CONFIG, **case["changes"])
-    worker = TrainerWorker(config, rank, world, "127.0.0.1", case.get("port", 0))
+    worker = TrainerWorker(config, rank, world, **(meet(rank) if world > 1 else {}))
     metrics = []
     try:
         if "load" in case:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rank_helpers import meet
 
 from miles_core.modeling import log_probs, parallel
 
@@ -48,9 +49,11 @@ def own(scale: float, entropy: bool, dtype: torch.dtype = torch.float32) -> dict
     }
 
 
-def rank_main(request: dict[str, Any], rank: int, world: int, out: Path) -> str:
+def rank_main(request: None, rank: int, world: int, out: Path) -> str:
     """The file with the answers of both paths, with entropy and without."""
-    parallel.start(rank, world, "127.0.0.1", request["port"], world, seed=1)
+    place = meet(rank)
+    port, listener = place["master_port"], place["listener"]
+    parallel.start(rank, world, "127.0.0.1", port, world, seed=1, listener=listener)
     answers = {}
     for kept in (0, log_probs.KEPT):
         log_probs.KEPT, log_probs.MIN_ROWS, log_probs.BLOCK = kept, 5, {"cpu": 1}

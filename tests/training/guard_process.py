@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rank_helpers import meet
 from trainer_helpers import CONFIG
 
 from miles_core.training import grpo
@@ -39,7 +40,7 @@ def refused(worker: TrainerWorker, rollout: str) -> dict[str, Any]:
 
 def run(case: dict[str, Any], rank: int, world: int, rollout: str) -> dict[str, Any]:
     changes = {"kl_loss_coef": 0.0, "max_tokens_per_gpu": 90, **case["changes"]}
-    worker = TrainerWorker(replace(CONFIG, **changes), rank, world, "127.0.0.1", case["port"])
+    worker = TrainerWorker(replace(CONFIG, **changes), rank, world, **meet(rank))
     answers: dict[str, Any] = {}
     try:
         worker.init_from_hf(case["hf"])

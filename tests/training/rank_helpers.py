@@ -12,11 +12,29 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+PORTS = 32  # most process groups that the ranks of a call may start one after the other
+_held: list[socket.socket] = []
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+
+def hold_ports(count: int) -> None:
+    """Listen at free ports for ranks that are forked now; they are nobody else's until then."""
+    let_go()
+    for _ in range(count):
+        _held.append(socket.create_server(("127.0.0.1", 0)))
+
+
+def let_go() -> None:
+    while _held:
+        _held.pop().close()
+
+
+def meet(rank: int) -> dict[str, int | None]:
+    """Where the ranks of the next process group find each other, as a worker's arguments."""
+    held = _held.pop()
+    port: int = held.getsockname()[1]
+    if rank:
+        held.close()
+    return {"master_port": port, "listener": None if rank else held.detach()}
 
 
 @cache

@@ -21,6 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent / "modeling"))
 
 import trainer_helpers  # noqa: E402, F401
+from rank_helpers import PORTS, hold_ports, let_go  # noqa: E402
 
 
 def fork_rank(call: dict[str, Any], rank: int) -> int:
@@ -45,7 +46,9 @@ def fork_rank(call: dict[str, Any], rank: int) -> int:
 def run(call: dict[str, Any]) -> list[int]:
     """Exit statuses of the ranks; the others are ended where one fails or the time is over."""
     until = time.monotonic() + call["timeout_s"]
+    hold_ports(PORTS)
     pids = [fork_rank(call, rank) for rank in range(call["world"])]
+    let_go()
     codes: dict[int, int] = {}
     ended = False
     while len(codes) < len(pids):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rank_helpers import meet
 from trainer_helpers import CONFIG
 
 from miles_core.modeling.hf_weights import HFReader
@@ -61,7 +62,7 @@ def rank_main(request: dict[str, Any], rank: int, world: int, out: Path) -> dict
     answers = {}
     for name, case in request.items():
         config = replace(CONFIG, kl_loss_coef=0.0, **case["changes"])
-        worker = TrainerWorker(config, rank, world, "127.0.0.1", case["port"])
+        worker = TrainerWorker(config, rank, world, **meet(rank))
         worker.init_from_hf(case["hf"])
         answers[name] = stream(worker, case, rank)
         worker.close()

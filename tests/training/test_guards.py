@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_helpers import fork_ranks, free_port
+from rank_helpers import fork_ranks
 from trainer_helpers import make_rollout, single
 
 from miles_core.modeling.replicas import bit_sum
@@ -28,8 +28,7 @@ def run_cases(
     request = {
         "rollout": str(rollout),
         "cases": {
-            name: {"hf": str(hf), "changes": changes, "port": free_port()}
-            for name, (hf, changes) in cases.items()
+            name: {"hf": str(hf), "changes": changes} for name, (hf, changes) in cases.items()
         },
     }
     return fork_ranks("guard_process", world, directory / "run", request)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from rank_helpers import fork_ranks, free_port
+from rank_helpers import fork_ranks
 from safetensors.torch import load_file
 from trainer_helpers import CONFIG, make_hf
 
@@ -25,7 +25,6 @@ MIB = 2**20
 
 def run(out: Path, world: int, cases: dict[str, Any]) -> list[dict[str, Any]]:
     """The answers of each rank."""
-    cases = {name: {**case, "port": free_port()} for name, case in cases.items()}
     return fork_ranks("stream_process", world, out, cases)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_helpers import fork_ranks, free_port
+from rank_helpers import fork_ranks
 
 from miles_core.modeling.gpt import PolicyModel
 from miles_core.modeling.hf_config import ModelSpec
@@ -122,5 +122,4 @@ def weights(worker: TrainerWorker) -> dict[str, torch.Tensor]:
 
 def run_ranks(out: Path, world: int, calls: list[Any], **changes: Any) -> list[Any]:
     """Make `calls` ([method, *args] each) in `world` processes; the answers of rank 0."""
-    request = {"port": free_port(), "calls": calls, "changes": changes}
-    return fork_ranks("rank_process", world, out, request)[0]
+    return fork_ranks("rank_process", world, out, {"calls": calls, "changes": changes})[0]
