@@ -112,24 +112,31 @@ def logit_difference(
 
 
 def _reference(hf_dir: Path, layers: int | None) -> Any:
-    """transformers' model in float32, of its first layers alone when `layers` says so."""
+    """transformers' model in float32, of its first layers alone when `layers` says so.
+
+    Raises ConversionError for a directory that transformers does not read.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
-    config = AutoConfig.from_pretrained(hf_dir)
-    if layers is not None:
-        config.num_hidden_layers = layers
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[:layers]
     before = transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()  # it warns of every layer that is left out
     try:
+        config = AutoConfig.from_pretrained(hf_dir)
+        if layers is not None:
+            config.num_hidden_layers = layers
+            if getattr(config, "layer_types", None):
+                config.layer_types = config.layer_types[:layers]
         # the default for experts wants sizes that are multiples of 16 bytes
         return AutoModelForCausalLM.from_pretrained(
             hf_dir, config=config, dtype=torch.float32, experts_implementation="eager"
         ).eval()
+    except Exception as error:  # of many kinds, by what is wrong with the configuration
+        raise ConversionError(
+            f"transformers does not read {hf_dir}: {' '.join(str(error).split())}"
+        ) from error
     finally:
         transformers_logging.set_verbosity(before)
 

@@ -77,7 +77,9 @@ def export_to_hf(
         raise FileNotFoundError(f"{source} is not a torch_dist directory")
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-    problem = manifest.verify(source) if manifest.read(source) is not None else None
+    if base is not None and adapters.read(source) is None:
+        raise ValueError(f"{source} holds no adapters but a whole model; leave --base out")
+    problem = manifest.verify_if_sealed(source)
     if problem is not None:
         raise ValueError(f"{source}: {problem}")
     with manifest.new_directory(out) as directory:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_core import digest
-from miles_core.checkpoints.layout import MANIFEST_FILE
+from miles_core.checkpoints.layout import MANIFEST_FILE, STATE_FILE
 
 THREADS = 4  # that read and digest files
 
@@ -109,6 +109,13 @@ def verify(directory: Path) -> str | None:
                 pool.shutdown(cancel_futures=True)
                 return f"{name} {fault}"
     return None
+
+
+def verify_if_sealed(directory: Path) -> str | None:
+    """As `verify` for a directory that is or was sealed: one with a manifest, readable or not, or
+    with the state of a published checkpoint. None for what nobody has sealed yet."""
+    sealed = any((directory / name).exists() for name in (MANIFEST_FILE, STATE_FILE))
+    return verify(directory) if sealed else None
 
 
 def _fault(path: Path | None, entry: dict[str, Any]) -> str | None:

@@ -88,7 +88,8 @@ class HFReader:
     def parts(self, weight: Weight, shape: Sequence[int], ranks: int = 1) -> list[torch.Tensor]:
         """The tensors of a weight that has `shape` on each of `ranks` ranks that it is cut over.
 
-        Raises ValueError, naming file and tensor, for one of another shape.
+        Raises ValueError, naming file and tensor, for one of another shape, or with a value that
+        is not finite: no step could be trained on it.
         """
         wanted = weight.cut.whole([torch.empty(tuple(shape), device="meta")] * ranks)
         parts = [self(name) for name in weight.theirs]
@@ -98,6 +99,8 @@ class HFReader:
                     f"{self._file_of[name]}: {name} has shape {list(part.shape)}, and by "
                     f"config.json {list(like.shape)}"
                 )
+            if not torch.isfinite(torch.stack(part.aminmax())).all():
+                raise ValueError(f"{self._file_of[name]}: {name} holds values that are not finite")
         return parts
 
 

@@ -26,6 +26,7 @@ from miles_core.config.layout import layout_error, read_model_shape
 from miles_core.config.lora import module_fault, possible_modules
 from miles_core.config.schema import MilesConfig
 from miles_core.errors import UserError
+from miles_core.preflight import starting_points
 from miles_core.preflight.model_files import model_faults
 from miles_core.preflight.routing import dense_model_fault, engine_fault
 from miles_core.sessions.families import load_family
@@ -105,12 +106,11 @@ def check_paths(config: MilesConfig) -> list[Problem]:
     elif model.model_recipe is not None:
         fix = "set --model-recipe to a TOML recipe, or --hf-checkpoint to a model"
         problems += _need(model.model_recipe, "model.model_recipe", fix, kind="file")
-    if model.ref_load is not None:
-        fix = "set --ref-load to a torch_dist directory, or leave it out"
-        problems += _need(model.ref_load, "model.ref_load", fix, kind="dir")
-    if model.critic_load is not None:
-        fix = "set --critic-load to a torch_dist directory, or leave it out"
-        problems += _need(model.critic_load, "model.critic_load", fix, kind="dir")
+    for name, directory in starting_points.given(config).items():
+        fix = _starting_point_fix(name)
+        problems += _need(directory, f"model.{name}", fix, kind="dir")
+        if directory.is_dir() and (fault := starting_points.directory_fault(directory, name)):
+            problems.append(Problem(f"model.{name}", fault, fix))
     if server.agent_server_url is None:
         fix = "set --tasks-dir to a folder of Harbor tasks"
         problems += _need(server.tasks_dir, "agent_server.tasks_dir", fix, kind="dir")
@@ -121,14 +121,26 @@ def check_paths(config: MilesConfig) -> list[Problem]:
 
 
 def check_model(config: MilesConfig, directory: Path) -> list[Problem]:
-    """Whether the settings fit this Hugging Face model: layout, adapters, chat family, routing."""
+    """Whether the settings fit this Hugging Face model: layout, adapters, chat family, routing,
+    and where reference and critic start from."""
     dense = dense_model_fault(config, directory)
+    others = {
+        name: starting_points.other_model_fault(path, directory)
+        for name, path in starting_points.given(config).items()
+        if (path / "metadata.json").is_file()
+    }
     return [
         *_family_problems(config, directory),
         *_layout_problems(config, directory),
         *([] if dense is None else [Problem(*dense)]),
         *_adapter_problems(config, directory),
+        *(Problem(f"model.{n}", f, _starting_point_fix(n)) for n, f in others.items() if f),
     ]
+
+
+def _starting_point_fix(name: str) -> str:
+    flag = "--" + name.replace("_", "-")
+    return f"set {flag} to a torch_dist directory of the policy's kind, or leave it out"
 
 
 def _layout_problems(config: MilesConfig, directory: Path) -> list[Problem]:

@@ -61,6 +61,28 @@ def test_export_of_a_folder_of_checkpoints_is_of_the_newest(
     assert all(torch.equal(got[name], value) for name, value in want.items())
 
 
+@pytest.mark.parametrize("content", ["", "[]", '{"files": {"hf": 1}}', None])
+def test_nothing_is_exported_that_cannot_be_checked(
+    crasher: Crasher, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None
+) -> None:
+    checkpoint = tmp_path / "iter_0000002"
+    shutil.copytree(crasher.work / "start" / "checkpoints" / "iter_0000002", checkpoint)
+    (checkpoint / "MANIFEST.json").unlink()
+    if content is not None:
+        (checkpoint / "MANIFEST.json").write_text(content)
+    assert main(["checkpoint", "export", str(checkpoint), str(tmp_path / "out")]) == 2
+    assert "MANIFEST.json is missing or unreadable" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_base_is_for_adapters(
+    converted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["checkpoint", "export", str(converted), str(tmp_path / "out")]
+    assert main([*words, "--base", str(converted)]) == 2
+    assert "leave --base out" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_export_of_two_ranks_checkpoint_is_what_a_trainer_loads(
     crasher: Crasher, tmp_path: Path, tp: int

@@ -10,8 +10,10 @@ import torch
 from family_models import make_moe
 from safetensors.torch import load_file, save_file
 
+from miles_core.checkpoints.compare import ConversionError
 from miles_core.checkpoints.convert import convert_to_torch_dist, export_to_hf
 from miles_core.checkpoints.verify import verify
+from miles_core.modeling.families import weights
 from miles_core.modeling.hf_config import UnsupportedModel, read_spec
 from miles_core.modeling.hf_weights import INDEX, HFReader
 
@@ -202,3 +204,41 @@ def test_a_field_that_cannot_be_computed_is_named_with_its_file(
     with pytest.raises(UnsupportedModel) as failure:
         read_spec(path.parent)
     assert text in str(failure.value) and str(path) in str(failure.value)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_value_that_is_not_finite_is_refused_in_every_tensor(
+    tmp_path: Path, value: float
+) -> None:
+    """Also behind the layers whose logits are compared."""
+    path = make_moe(tmp_path / "hf", "glm4_moe")
+    whole = load_file(path / "model.safetensors")
+    spec = read_spec(path)
+    shapes = {name: tensor.shape for name, tensor in whole.items()}
+    used = 0
+    for weight in weights(spec):
+        meta = [torch.empty(shapes[name], device="meta") for name in weight.theirs]
+        shape = weight.cut.shard(meta, 0, 1).shape
+        for name in weight.theirs:
+            damaged = {**whole, name: whole[name].clone()}
+            damaged[name].view(-1)[-1] = value
+            file = path / "model.safetensors"
+            save_file(damaged, file, metadata={"format": "pt"})
+            with pytest.raises(ValueError, match=f"{file}: {name} holds values that are not fin"):
+                HFReader(path).parts(weight, shape)
+            used += 1
+    assert used >= 30
+    with pytest.raises(ValueError, match="not finite"):
+        convert_to_torch_dist(path, tmp_path / "converted")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("rms_norm_eps", None), ("layer_types", ["full_attention"])]
+)
+def test_what_transformers_does_not_read_is_told(tmp_path: Path, field: str, value: Any) -> None:
+    path = make_moe(tmp_path / "hf", "qwen3_moe")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, field: value}))
+    with pytest.raises(ConversionError, match=f"transformers does not read {path}: .*{field}"):
+        convert_to_torch_dist(path, tmp_path / "converted")
+    assert not (tmp_path / "converted").exists()
