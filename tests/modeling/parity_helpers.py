@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from trainer_helpers import to_hf
 
 from miles_core.modeling.gpt import build_model
 from miles_core.modeling.hf_config import read_spec
 from miles_core.modeling.hf_weights import HFReader, load_hf
-from miles_core.modeling.weight_stream import to_hf
 
 
 @dataclass(frozen=True)

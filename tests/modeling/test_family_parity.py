@@ -9,13 +9,13 @@ import torch
 from family_models import MODELS, VOCAB, make_moe
 from parity_helpers import compare_gradients
 from safetensors.torch import load_file
+from trainer_helpers import to_hf
 from transformers import AutoModelForCausalLM
 
 from miles_core.modeling import dist_state, parallel
 from miles_core.modeling.gpt import build_model
 from miles_core.modeling.hf_config import read_spec
 from miles_core.modeling.hf_weights import HFReader, load_hf, own_tensors
-from miles_core.modeling.weight_stream import to_hf
 
 SIZES = [9, 1, 20, 14]
 

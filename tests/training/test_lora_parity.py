@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from trainer_helpers import VOCAB, make_hf
+from trainer_helpers import VOCAB, make_hf, to_hf
 from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "modeling"))
@@ -20,7 +20,6 @@ from miles_core.modeling import lora, parallel
 from miles_core.modeling.gpt import build_model
 from miles_core.modeling.hf_config import read_spec
 from miles_core.modeling.hf_weights import HFReader, load_hf
-from miles_core.modeling.weight_stream import to_hf
 
 SIZES = [9, 1, 20, 14]
 
