@@ -18,9 +18,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path[:0] = [
-    str(Path(__file__).parents[1] / "tests" / part) for part in ("modeling", "training")
-]
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "modeling"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "training"))
 
 from parity_helpers import Parity, measure, random_model
 from random_configs import FAMILIES, random_config
