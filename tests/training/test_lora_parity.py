@@ -106,10 +106,20 @@ def test_logits_and_gradients_are_those_of_peft(
     assert len(trained) == len(ours) and all(".adapter." in name for name in trained)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "glm4_moe", "glm4_moe_lite"])
-def test_merged_weights_are_those_of_peft(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "modules"),
+    [
+        ("qwen3", ()),
+        ("qwen3", ("k_proj", "up_proj")),
+        ("glm4_moe", ()),
+        ("glm4_moe_lite", ()),
+    ],
+)
+def test_merged_weights_are_those_of_peft(
+    kind: str, modules: tuple[str, ...], tmp_path: Path
+) -> None:
     path = make(tmp_path / "hf", kind)
-    model, reference, _, _ = pair(path, LoraSettings(4, 12.0))
+    model, reference, _, _ = pair(path, LoraSettings(4, 12.0, modules))
     reference.merge_and_unload().save_pretrained(tmp_path / "merged")
     want = HFReader(tmp_path / "merged")
     got, before = to_hf(model, read_spec(path)), HFReader(path)

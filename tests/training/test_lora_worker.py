@@ -112,7 +112,7 @@ def test_two_ranks_go_on_from_one_and_one_from_two(base: Path, tmp_path: Path) -
         first = [worker.train(i, str(files[i])) for i in (0, 1)]
         path = save(worker, tmp_path / "one", 2)
         want = first + [worker.train(i, str(files[i])) for i in (2, 3)]
-    layout = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    layout = {"tensor_model_parallel_size": 2}
     steps = [["train", i, str(files[i])] for i in (2, 3)]
     calls = [["init", str(path)], steps[0], ["save", str(tmp_path / "two")], steps[1]]
     answers = run_ranks(tmp_path / "answers", 2, calls, **layout, **LORA)
