@@ -18,7 +18,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "training"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "modeling"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "training"))
 

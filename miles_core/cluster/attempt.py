@@ -78,6 +78,7 @@ class Attempt:
     def interrupt(self) -> None:
         """Ask the attempt to end; called by a signal handler."""
         log.warning("asked to stop")
+        self._fleet.expect_end()  # who asked may be ending the services too
         self._stop.set()
 
     async def close(self) -> None:
@@ -298,7 +299,8 @@ class Attempt:
         """Give the engines the trainer's weights under the version `step + 1`."""
         version = self.step + 1
         async with self._stage("push"):
-            report = await self._guard.wait(self._weights.push(version))
+            # A stop ends it: engines that were asked to stop too would take no weights.
+            report = await self._guard.wait(self._weights.push(version), interruptible=True)
         self._journal.append("weights_pushed", version=version, step=self.step, **asdict(report))
 
     async def _export(self) -> None:

@@ -62,6 +62,7 @@ class Fleet:
         self._inputs = inputs
         self._directory = run.attempt_dir(attempt) / "services"
         self._attempt = attempt
+        self._ending = False
         self._sessions = SessionServers(
             config,
             self._directory,
@@ -120,12 +121,20 @@ class Fleet:
     async def watch(self, interval_s: float = 0.5) -> None:
         """Return never; raises ServiceError when a service has ended that cannot be replaced."""
         while True:
-            await self.engines.check()
-            known = len(self._sessions.instances)
-            await self._sessions.check()
-            if len(self._sessions.instances) > known:
-                self.record("session-instances", self._sessions.instances)
+            if not self._ending:
+                await self._check()
             await asyncio.sleep(interval_s)
+
+    async def _check(self) -> None:
+        await self.engines.check()
+        known = len(self._sessions.instances)
+        await self._sessions.check()
+        if len(self._sessions.instances) > known:
+            self.record("session-instances", self._sessions.instances)
+
+    def expect_end(self) -> None:
+        """From now on let services end, and replace none."""
+        self._ending = True
 
     def stop(self) -> None:
         """End every service."""

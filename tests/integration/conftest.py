@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,6 +71,22 @@ class Runs:
             process.wait(60)
             raise
 
+    def complete(self, name: str, *flags: str) -> None:
+        """`miles train` up to its good end, which leaves no process behind."""
+        assert self.finish(self.start(name, *flags)) == 0, self.output(name)[-3000:]
+        assert self.status(name)["state"] == "completed"
+        assert self.left(name) == []
+
+    def miles(self, *argv: str) -> Any:
+        """What another command answers with --json."""
+        done = subprocess.run([str(MILES), *argv, "--json"], capture_output=True)
+        assert done.returncode == 0, (done.stdout + done.stderr).decode()
+        return json.loads(done.stdout)
+
+    def trained(self, name: str) -> list[dict[str, Any]]:
+        """The metrics of each step that was trained, in the order of the journal."""
+        return [{"step": e["step"], **e["metrics"]} for e in self.events(name, "step_trained")]
+
     def output(self, name: str) -> str:
         return (self.directory / f"{name}.out").read_text()
 
@@ -84,11 +101,13 @@ class Runs:
         lines = path.read_text().splitlines() if path.exists() else []
         return [e for e in map(json.loads, lines) if e["event"] == kind]
 
-    def wait(self, what: Callable[[], object], timeout_s: float = 300) -> None:
+    def wait(
+        self, what: Callable[[], object], timeout_s: float = 300, every_s: float = 0.1
+    ) -> None:
         deadline = time.monotonic() + timeout_s
         while not what():
             assert time.monotonic() < deadline, "waited in vain"
-            time.sleep(0.1)
+            time.sleep(every_s)
 
     def left(self, name: str) -> list[str]:
         """Processes that have to do with a run, by command line or environment."""

@@ -83,13 +83,20 @@ def in_stage(runs, name, process, stage, step=1):
     """Wait for the begin of a stage."""
 
     def begun():
-        events = runs.events(name, "stage")
-        return any(
-            (e["name"], e["state"], e.get("step")) == (stage, "started", step) for e in events
-        )
+        return stage_events(runs, name, stage, "started", step) or process.poll() is not None
 
-    runs.wait(lambda: begun() or process.poll() is not None)
+    runs.wait(begun, every_s=0.005)
     assert process.poll() is None, runs.output(name)[-3000:]
+
+
+def stage_events(runs, name, stage, state, step):
+    events = runs.events(name, "stage")
+    return [e for e in events if (e["name"], e["state"], e.get("step")) == (stage, state, step)]
+
+
+def rank_pids(runs, name):
+    services = runs.directory / name / "attempts" / "001" / "services"
+    return json.loads((services / "ranks.json").read_text())["pids"]
 
 
 @pytest.mark.parametrize(("layout", "stage"), [("tp", "rollout"), ("pp", "train"), ("dp", "push")])
@@ -97,19 +104,37 @@ def test_a_killed_rank_of_two_is_named_and_ends_the_attempt_at_once(runs, layout
     name = f"kill-one-{layout}"
     process = runs.start(name, *LAYOUTS[layout])
     in_stage(runs, name, process, stage)
-    ranks = json.loads(
-        (runs.directory / name / "attempts" / "001" / "services" / "ranks.json").read_text()
-    )
-    os.kill(ranks["pids"][1], signal.SIGKILL)
+    pid = rank_pids(runs, name)[1]
+    os.kill(pid, signal.SIGKILL)
     killed = time.time()
     assert runs.finish(process) == 0, runs.output(name)[-3000:]
     ending = runs.events(name, "run_ended")[0]
-    assert f"trainer rank 1 of 2 (pid {ranks['pids'][1]} on " in ending["detail"]
+    assert f"trainer rank 1 of 2 (pid {pid} on " in ending["detail"]
     assert "was ended by SIGKILL" in ending["detail"]
     assert ending["time"] - killed < 30  # a collective waits for minutes
     # a step whose checkpoint was being written when the rank died is trained again
     assert {e["step"] for e in runs.events(name, "step_trained")} == {0, 1, 2}
     assert runs.left(name) == []
+
+
+def stop_in_stage(runs, name, process, stage):
+    """SIGTERM to the command while a stage of two ranks goes on: one of them is frozen until the
+    driver knows of the stop. Ranks may be frozen before the stage when they are idle till then."""
+    frozen = {"train": ("rollout", 1), "save": ("save", 2), "push": ("push", 2)}[stage]
+    in_stage(runs, name, process, *frozen)
+    pid = rank_pids(runs, name)[1]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        in_stage(runs, name, process, stage, frozen[1])
+        os.kill(process.pid, signal.SIGTERM)
+        log = runs.directory / name / "attempts" / "001" / "driver.log"
+        runs.wait(lambda: "asked to stop" in log.read_text())
+        if stage == "save":
+            assert 2 not in [e["iteration"] for e in runs.events(name, "checkpoint_saved")]
+        else:
+            assert not stage_events(runs, name, stage, "ended", frozen[1])
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 @pytest.mark.parametrize(
@@ -119,14 +144,19 @@ def test_a_stop_in_any_stage_of_two_ranks_saves_and_a_resume_repeats_nothing(run
     name = f"stop-{stage}"
     flags = (*LAYOUTS[layout], "--save-interval", "1" if stage == "save" else "3")
     process = runs.start(name, *flags)
-    in_stage(runs, name, process, stage, step=2 if stage in ("save", "push") else 1)
-    os.kill(process.pid, signal.SIGTERM)
+    if stage == "rollout":
+        in_stage(runs, name, process, stage)
+        os.kill(process.pid, signal.SIGTERM)
+    else:
+        stop_in_stage(runs, name, process, stage)
     assert runs.finish(process) != 0
     assert runs.status(name)["state"] == "cancelled"
     assert runs.left(name) == []
     trained = [e["step"] for e in runs.events(name, "step_trained")]
     saved = [e["iteration"] for e in runs.events(name, "checkpoint_saved")]
-    assert max(saved) == len(trained) > 0, "what was trained is not all saved"
+    assert trained == list(range(1 if stage == "rollout" else 2))
+    assert max(saved) == len(trained), "what was trained is not all saved"
+    assert [e["kind"] for e in runs.events(name, "alarm")] == []
     assert runs.finish(runs.start(name, *flags)) == 0, runs.output(name)[-3000:]
     assert [e["step"] for e in runs.events(name, "step_trained")] == [0, 1, 2]
     assert runs.left(name) == []
