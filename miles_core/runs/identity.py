@@ -11,6 +11,22 @@ from miles_core.config.schema import MilesConfig
 from miles_core.errors import UserError
 from miles_core.runs.directory import RunDir
 
+# How the trainer's work is cut and where it lies, which changes no result beyond rounding: a
+# checkpoint of any layout resumes in any other.
+CUTS = (
+    "num_trainer_ranks",
+    "tensor_model_parallel_size",
+    "sequence_parallel",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "max_tokens_per_gpu",
+    "micro_batch_size",
+    "packing",
+    "recompute",
+    "optimizer_cpu_offload",
+)
+
 # What a resume may change: how the run is carried out and watched, not what it computes.
 ALLOWED = frozenset(
     {
@@ -46,6 +62,7 @@ ALLOWED = frozenset(
         "engine.engine_threads",
         "engine.max_running_requests",
         "engine.record_generations",
+        *(f"training.{name}" for name in CUTS),
         "training.trainer_threads",
         "training.max_nonfinite_steps",
         "training.update_weight_buffer_size",
@@ -56,6 +73,7 @@ ALLOWED = frozenset(
         "cluster.ray_address",
         "cluster.stall_seconds",
         "cluster.first_step_grace_s",
+        "cluster.rank_silence_s",
         "cluster.max_run_attempts",
         "cluster.retry_delay_s",
         "tracking.wandb_mode",

@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 
+from miles_core.config.layout import LayoutFields
 from miles_core.config.schema import MilesConfig
 from miles_core.errors import UserError
 from miles_core.runs.directory import RunDir, find_run
 from miles_core.runs.files import dumps, write_json
 from miles_core.runs.fold import RunState, fold
-from miles_core.runs.identity import changes, refuse_other_run
+from miles_core.runs.identity import ALLOWED, changes, refuse_other_run
 from miles_core.runs.lock import run_lock
 from miles_core.runs.retention import prune
 from miles_core.runs.status import status
@@ -228,6 +229,21 @@ def test_resume_lists_changes_and_refuses_another_run(
         "rollout.num_rollout",
         "training.lr",
     ]
+
+
+def test_a_resume_may_do_what_a_lack_of_memory_or_of_machines_asks_for() -> None:
+    """Every field of the layouts, and what messages of dead and silent ranks tell to set."""
+    told = ("max_tokens_per_gpu", "recompute", "num_trainer_ranks", "micro_batch_size", "packing")
+    layout = [field for field in vars(LayoutFields) if not field.startswith("_")]
+    assert "expert_model_parallel_size" in layout
+    assert {f"training.{name}" for name in (*told, *layout)} <= ALLOWED
+    assert "cluster.rank_silence_s" in ALLOWED
+    known = {f"{part}.{n}" for part, f in MilesConfig.model_fields.items() for n in fields_of(f)}
+    assert known > ALLOWED - {"preset"}
+
+
+def fields_of(part: Any) -> list[str]:
+    return list(getattr(part.annotation, "model_fields", {}))
 
 
 @pytest.mark.parametrize(
