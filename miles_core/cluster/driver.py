@@ -10,13 +10,14 @@ import argparse
 import asyncio
 import logging
 import os
+import re
 import signal
 import sys
 import traceback
 from pathlib import Path
 from typing import Any
 
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayTaskError, UnserializableException
 
 from miles_core.cluster.attempt import Attempt
 from miles_core.cluster.guard import Interrupted
@@ -29,6 +30,8 @@ from miles_core.runs.journal import Journal
 log = logging.getLogger("miles.driver")
 
 FINAL_ERRORS = (UserError, OutageError)
+# The line of a traceback that names the error.
+_LAST = re.compile(r"[A-Za-z_][\w.]*: \S")
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -60,6 +63,9 @@ def innermost(error: BaseException) -> BaseException:
 
 def first_line(error: BaseException) -> str:
     """What went wrong, on one line; of an error that a person can act on, what to do too."""
+    if isinstance(error, UnserializableException):  # Ray has kept its traceback alone
+        lines = [line for line in str(error).splitlines() if _LAST.match(line)]
+        return lines[-1] if lines else type(error).__name__
     if isinstance(error, UserError):
         return f"{type(error).__name__}: {' '.join(str(error).split())}"
     text = str(error).strip().splitlines()

@@ -14,14 +14,11 @@ import torch.distributed as dist
 from miles_core.modeling import parallel
 from miles_core.modeling.replicas import Replicas, bit_sum, spread
 from miles_core.training.batch import RolloutBatch, TrainSample
+from miles_core.training.errors import CorruptionError
 
 MAX_NAMES = 5
 # Ranks that compute a metric each by itself may differ in its last digits.
 METRIC_TOLERANCE = 1e-3
-
-
-class CorruptionError(RuntimeError):
-    """What the ranks hold is damaged; a new start from the last checkpoint puts it right."""
 
 
 def some(names: Sequence[str]) -> str:

@@ -14,13 +14,10 @@ from miles_core.checkpoints import manifest
 from miles_core.checkpoints.compare import available_memory
 from miles_core.modeling import dist_state
 from miles_core.modeling.dist_state import State, Written
+from miles_core.training.errors import SaveError
 
 # A copy may take this share of the memory that is left.
 SHARE = 0.8
-
-
-class SaveError(RuntimeError):
-    """A checkpoint could not be written; the message names the file and the reason."""
 
 
 class Save:

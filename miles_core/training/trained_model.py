@@ -17,15 +17,12 @@ from miles_core.modeling.optim import AdamSettings, Optimizer
 from miles_core.modeling.routing import RoutedPass
 from miles_core.training.batch import Packed, TrainSample, make_sample
 from miles_core.training.config import TrainerConfig
+from miles_core.training.errors import NonFiniteError
 from miles_core.training.guards import MAX_NAMES, gather_names, true_anywhere
 from miles_core.training.reduce import max_over_ranks, sum_over_ranks
 
 MicroBatches = Sequence[list[TrainSample]]
 Loss = Callable[[torch.Tensor, Packed], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-
-
-class NonFiniteError(RuntimeError):
-    """More updates had a non-finite loss or gradient than are allowed."""
 
 
 @dataclass

@@ -24,7 +24,7 @@ from miles_core.errors import UserError
 from miles_core.runs.directory import RunDir
 from miles_core.runs.journal import Journal, read
 from miles_core.training import save as training_save
-from miles_core.training.save import SaveError
+from miles_core.training.errors import SaveError
 from miles_core.training.worker import TrainerWorker
 
 

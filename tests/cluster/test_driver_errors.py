@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayTaskError, UnserializableException
 
 from miles_core.cluster.driver import FINAL_ERRORS, first_line, innermost
 from miles_core.errors import UserError
-from miles_core.training.guards import CorruptionError
+from miles_core.training.errors import CorruptionError
 
 ERRORS = [
     (ValueError("4 layers are not a multiple\nof 5"), "ValueError: 4 layers are not a multiple"),
@@ -31,3 +34,29 @@ def test_the_reason_is_told_and_not_where_it_came_from(error: Exception, line: s
         cause = innermost(raised)
         assert first_line(cause) == line
         assert isinstance(cause, FINAL_ERRORS) == final
+
+
+def test_an_error_that_the_driver_cannot_make_anew_is_told_all_the_same() -> None:
+    kept = """ray.exceptions.RayTaskError: ray::RankActor.call() (pid=1, ip=h)
+           ^^^^^^^^^^^^^^^^
+  File "worker.py", line 267, in finish_save
+    raise odd.OddError(f"not saved: {said}")
+odd.OddError: not saved: no space: '/disk/x.distcp'
+  free some
+"""
+    told = first_line(innermost(ExceptionGroup("", [UnserializableException(kept)])))
+    assert told == "odd.OddError: not saved: no space: '/disk/x.distcp'"
+    assert first_line(UnserializableException("")) == "UnserializableException"
+
+
+def test_errors_of_ranks_are_made_anew_without_what_a_driver_does_not_import() -> None:
+    script = (
+        "import pickle, sys\n"
+        "from miles_core.training import errors\n"
+        "kinds = [v for v in vars(errors).values() if isinstance(v, type)]\n"
+        "assert len(kinds) >= 3, kinds\n"
+        "assert all(str(pickle.loads(pickle.dumps(k('why')))) == 'why' for k in kinds)\n"
+        "print({'torch', 'megatron'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "set()\n"), done.stderr

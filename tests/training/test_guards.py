@@ -14,7 +14,7 @@ from trainer_helpers import make_rollout, single
 
 from miles_core.modeling.replicas import bit_sum
 from miles_core.training.batch import load_rollout
-from miles_core.training.guards import CorruptionError
+from miles_core.training.errors import CorruptionError
 
 TP, PP = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 CP, EP = {"context_parallel_size": 2}, {"expert_model_parallel_size": 2}

@@ -9,8 +9,8 @@ from trainer_helpers import VOCAB, make_rollout, single, weights
 from transformers import AutoModelForCausalLM
 
 from miles_core.checkpoints import store
+from miles_core.training.errors import NonFiniteError
 from miles_core.training.sft import run_sft
-from miles_core.training.trained_model import NonFiniteError
 
 
 def after_training(base: Path, rollout: Path, steps: int = 2, **changes: object) -> tuple:
