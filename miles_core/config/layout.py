@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from itertools import product
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -136,13 +136,22 @@ def layout_faults(ranks: int, sizes: Sizes, model: ModelShape | None = None) -> 
         yield f"{model.experts} experts are not a multiple of expert {sizes.expert}"
 
 
+@cache
+def _divisors(number: int) -> tuple[int, ...]:
+    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return tuple(sorted({*low, *(number // n for n in low)}))
+
+
 def nearest_layout(ranks: int, wished: Sizes, model: ModelShape | None = None) -> Sizes:
     """The possible layout of as many ranks that is the fewest halvings and doublings away."""
-    sizes = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    experts = model is None or model.experts > 0
     candidates = (
         Sizes(tensor, pipeline, context, expert, sequence)
-        for tensor, pipeline, context, expert in product(sizes, repeat=4)
-        for sequence in (False, True)
+        for tensor in _divisors(ranks)
+        for pipeline in _divisors(ranks // tensor)
+        for context in _divisors(ranks // (tensor * pipeline))
+        for expert in (_divisors(ranks // pipeline) if experts else (1,))
+        for sequence in ((False, True) if tensor > 1 else (False,))
     )
     possible = (c for c in candidates if not any(layout_faults(ranks, c, model)))
     return min(possible, key=lambda c: (c.distance(wished), c.pipeline, c.context, c.expert))

@@ -53,6 +53,14 @@ def test_experts_of_a_dense_model_are_refused() -> None:
     assert "0 experts" in (error(2, DENSE, expert_model_parallel_size=2) or "")
 
 
+@pytest.mark.parametrize("ranks", [4096, 2520, 1_000_000_007])
+def test_a_mistyped_number_of_ranks_is_answered_too(ranks: int) -> None:
+    """Numbers with many divisors, or so large that they cannot be counted up to."""
+    for model in (None, DENSE, SPARSE):
+        text = error(ranks, model, tensor_model_parallel_size=11)
+        assert text is not None and f"of {ranks} ranks: --tensor-model-parallel-size" in text
+
+
 sizes = st.sampled_from([1, 2, 3, 4, 8])
 
 
