@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -122,7 +123,7 @@ class _Export:
         if count == 1:
             names = ["model.safetensors"]
         for name, shard in zip(names, shards, strict=True):
-            with open(directory / name, "wb") as file:
+            with _named_faults(directory / name), open(directory / name, "wb") as file:
                 file.write(shard.header())
                 for data in self._values(shard):
                     file.write(data)
@@ -171,6 +172,16 @@ class _Export:
                 if self._dtype is not None:
                     part = part.to(self._dtype)
                 yield memoryview(part.contiguous().flatten().view(torch.uint8).numpy())
+
+
+@contextmanager
+def _named_faults(path: Path) -> Iterator[None]:
+    """A write that fails, as on a full disk, does not tell its file by itself."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def _set_dtype(path: Path, shard: _Shard) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,21 @@ def test_nothing_is_exported_that_cannot_be_checked(
     assert main(["checkpoint", "export", str(checkpoint), str(tmp_path / "out")]) == 2
     assert "MANIFEST.json is missing or unreadable" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_file_that_cannot_be_written_is_named_and_leaves_nothing(
+    converted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A limit on the size of files stands for a quota and for a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        status = main(["checkpoint", "export", str(converted), str(tmp_path / "out")])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert status == 2
+    assert "model.safetensors: File too large" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_base_is_for_adapters(
