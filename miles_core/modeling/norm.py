@@ -18,10 +18,11 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         wide = x.float()
-        scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        scale = scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        square = wide.square()
+        # not `vector_norm`, whose plain sums lose what lies beside a massive value
+        scale = square.mean(dim=-1, keepdim=True).add_(eps).rsqrt_()
         ctx.save_for_backward(x, scale, weight)
-        return (wide * scale).mul_(weight).to(x.dtype)
+        return torch.mul(wide, scale, out=square).mul_(weight).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:

@@ -67,6 +67,17 @@ def test_rms_norm(shape: tuple[int, ...]) -> None:
     )
 
 
+def test_rms_norm_beside_a_massive_value() -> None:
+    """As real models have them in a few channels; each output to a few units of rounding."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(200, 4096), torch.rand(4096) + 0.5
+    x[:, 3] *= 3000
+    got = norm._RMSNorm.apply(x, weight, 1e-6).double()
+    wide = x.double()
+    want = wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+    assert float(((got - want) / want).abs().max()) <= 8e-7
+
+
 def rotated(t: torch.Tensor, positions: torch.Tensor, rates: torch.Tensor, apart: bool) -> Any:
     """As products of complex numbers; `apart`: pairs stand side by side."""
     half = len(rates)
