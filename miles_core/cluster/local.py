@@ -77,7 +77,7 @@ class Guardian:
         self.cluster_id = uuid.uuid4().hex
         config = run.load_config()
         env = child_environment(self.cluster_id)
-        self.ray = RayHead(run.path, env) if needs_ray(config) else None
+        self.ray = RayHead(run.path, env, config.cluster.stop_wait_s) if needs_ray(config) else None
         self.agent: AgentServer | None = None
         if needs_agent_server(config):
             from miles_core.cluster.local_secrets import read_secrets

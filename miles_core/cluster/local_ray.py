@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import random
 import secrets
@@ -22,7 +23,6 @@ from miles_core.runs.files import write_json
 PORTS = range(20000, 32000)
 NUM_CPUS = 8  # accounting only: the actors of a run claim small fractions
 OBJECT_STORE_BYTES = 200 * 1024 * 1024
-STOP_WAIT_S = 20  # from SIGTERM to SIGKILL of a job's driver: the time for an emergency save
 START_TIMEOUT_S = 180.0
 
 
@@ -60,14 +60,16 @@ def make_token(path: Path) -> None:
 class RayHead:
     """The process `ray start --head --block` of one run.
 
-    Must be started from the main thread: the head gets SIGTERM, and drains, when that thread ends.
+    `stop_wait_s`: from SIGTERM to SIGKILL of a job's driver. Must be started from the main thread:
+    the head gets SIGTERM, and drains, when that thread ends.
     """
 
-    def __init__(self, run: Path, env: dict[str, str]) -> None:
+    def __init__(self, run: Path, env: dict[str, str], stop_wait_s: float) -> None:
         self.folder = run / "cluster"
         self.token_path = self.folder / "ray_token"
         self.temp_dir = temp_dir(run)
         self._env = env
+        self._stop_wait_s = stop_wait_s
         self.process: subprocess.Popen[bytes] | None = None
         self.url = ""
         self.info: dict[str, Any] = {}
@@ -83,7 +85,7 @@ class RayHead:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(self.token_path),
             "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S),
+            "RAY_JOB_STOP_WAIT_TIME_S": str(math.ceil(self._stop_wait_s)),
             # Ray's default is 15: a trainer rank would starve beside any other work.
             "RAY_worker_niceness": "0",
             # Idle workers that are started ahead cost seconds of CPU and are never needed.

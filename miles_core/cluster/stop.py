@@ -9,7 +9,7 @@ from miles_core.cluster import local_client
 from miles_core.cluster.jobs import ClusterUnreachable
 from miles_core.cluster.local import needs_agent_server, needs_ray
 from miles_core.cluster.local_secrets import read_secrets, secrets_path
-from miles_core.cluster.supervise import JOB_STOP_WAIT_S, free_trials, stop_file
+from miles_core.cluster.supervise import free_trials, job_stop_s, stop_file
 from miles_core.runs.directory import RunDir
 from miles_core.runs.fold import FINAL_STATES, fold
 from miles_core.runs.journal import Journal, read
@@ -17,10 +17,10 @@ from miles_core.runs.lock import holder
 
 log = logging.getLogger(__name__)
 
-SUPERVISOR_WAIT_S = JOB_STOP_WAIT_S + 45.0
+_SUPERVISOR_LAG_S = 45.0  # from the end of the job to that of its supervisor
 
 
-def stop_run(run: RunDir, reason: str, supervisor_wait_s: float = SUPERVISOR_WAIT_S) -> bool:
+def stop_run(run: RunDir, reason: str, supervisor_wait_s: float | None = None) -> bool:
     """Cancel a run: its job, its trials, its local cluster; returns whether anything was left.
 
     A supervisor is asked and waited for; what it leaves is done here. Safe to repeat.
@@ -29,6 +29,8 @@ def stop_run(run: RunDir, reason: str, supervisor_wait_s: float = SUPERVISOR_WAI
     active = holder(run) is not None or local_client.guardian(run) is not None
     if holder(run) is not None:
         stop_file(run).write_text(reason)
+        if supervisor_wait_s is None:
+            supervisor_wait_s = job_stop_s(run.load_config()) + _SUPERVISOR_LAG_S
         deadline = time.monotonic() + supervisor_wait_s
         while holder(run) is not None and time.monotonic() < deadline:
             time.sleep(0.2)
@@ -56,7 +58,7 @@ def release(run: RunDir) -> bool:
                 job = jobs.live(run.identity()["id"])
                 if job is not None:
                     stopped = True
-                    jobs.stop(job.id, JOB_STOP_WAIT_S)
+                    jobs.stop(job.id, job_stop_s(config))
         except ClusterUnreachable as error:
             log.warning("%s", error)
     if not own_agent and secrets_path(run).exists() and config.agent_server.agent_server_url:

@@ -21,7 +21,6 @@ from miles_core.cluster.jobs import (
     driver_entrypoint,
 )
 from miles_core.cluster.local import needs_agent_server, needs_ray
-from miles_core.cluster.local_ray import STOP_WAIT_S
 from miles_core.errors import UserError
 from miles_core.runs.directory import RunDir
 from miles_core.runs.files import read_json, write_json
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0
-JOB_STOP_WAIT_S = STOP_WAIT_S + 15.0
+_STOP_LAG_S = 15.0  # until Ray tells of the end of a driver that it has killed
 _TAIL_LINES = 15
 _LINES_PER_POLL = 20
 _GRANT = "granted.json"
@@ -63,6 +62,11 @@ class StoppedOutside(UserError):
 
 class RunCancelled(Exception):
     """The run was cancelled; its job has been stopped."""
+
+
+def job_stop_s(config: MilesConfig) -> float:
+    """Seconds within which a job has ended that was asked to stop."""
+    return config.cluster.stop_wait_s + _STOP_LAG_S
 
 
 def stop_file(run: RunDir) -> Path:
@@ -315,7 +319,7 @@ class Supervisor:
     def _stop_job(self, cluster: local_client.Cluster, job: Job) -> None:
         try:
             with cluster.jobs() as jobs:
-                jobs.stop(job.id, JOB_STOP_WAIT_S)
+                jobs.stop(job.id, job_stop_s(self.config))
         except ClusterUnreachable as error:
             self._write(f"could not stop {job.id}: {error}")
         self._read_events()

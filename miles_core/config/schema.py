@@ -344,6 +344,11 @@ class ClusterConfig(Section):
     rank_silence_s: float = Field(
         60, gt=1, description="A trainer rank without a sign of life for this long has stalled"
     )
+    stop_wait_s: float = Field(
+        300,
+        ge=1,
+        description="A job that is asked to stop may train and save its step for this long",
+    )
     max_run_attempts: int = Field(4, ge=1, le=50, description="Ray jobs before the run fails")
     retry_delay_s: float = Field(10, ge=0, description="Pause before the next Ray job")
 

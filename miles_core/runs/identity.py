@@ -74,6 +74,7 @@ ALLOWED = frozenset(
         "cluster.stall_seconds",
         "cluster.first_step_grace_s",
         "cluster.rank_silence_s",
+        "cluster.stop_wait_s",
         "cluster.max_run_attempts",
         "cluster.retry_delay_s",
         "tracking.wandb_mode",

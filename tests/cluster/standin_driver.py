@@ -52,7 +52,7 @@ def main() -> int:
             time.sleep(plan["seconds"])
             journal.append("step_trained", step=step, metrics={"reward_mean": 0.5})
     except KeyboardInterrupt:
-        pass
+        time.sleep(plan.get("save_seconds", 0))
     write_json(folder / "exit.json", ending)
     journal.append("run_ended", state=ending["state"], detail=ending["detail"])
     return 0 if ending["state"] == "completed" else 1

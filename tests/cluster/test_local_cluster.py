@@ -178,6 +178,25 @@ def test_stop_ends_everything_and_can_be_repeated(make_run: MakeRun, supervised:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("stop_wait_s", "ends_well"), [(4.0, False), (60.0, True)])
+def test_a_job_has_the_configured_time_to_save(
+    make_run: MakeRun, stop_wait_s: float, ends_well: bool
+) -> None:
+    run = make_run({"steps": 60, "seconds": 1.0, "save_seconds": 22}, stop_wait_s=stop_wait_s)
+    local_client.start(run, run.load_config())
+    cluster = local_client.wait_ready(run, run.load_config())
+    with cluster.jobs() as jobs:
+        supervise.attach_or_submit(jobs, run, standin_driver.entrypoint)
+    wait_for(lambda: len(trained(run)) >= 1)
+    look = marked(run)
+    started = time.monotonic()
+    assert stop_run(run, "asked by a test")
+    assert (run.attempt_dir(1) / "exit.json").exists() == ends_well
+    assert time.monotonic() - started < 60  # it is not waited for longer than it takes
+    assert look() == []
+
+
+@pytest.mark.slow
 def test_a_guardian_that_nobody_needs_ends(make_run: MakeRun) -> None:
     run = make_run({"steps": 1, "seconds": 0.1})
     from miles_core.cluster.local_secrets import ensure_secrets

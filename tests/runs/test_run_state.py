@@ -237,7 +237,7 @@ def test_a_resume_may_do_what_a_lack_of_memory_or_of_machines_asks_for() -> None
     layout = [field for field in vars(LayoutFields) if not field.startswith("_")]
     assert "expert_model_parallel_size" in layout
     assert {f"training.{name}" for name in (*told, *layout)} <= ALLOWED
-    assert "cluster.rank_silence_s" in ALLOWED
+    assert {"cluster.rank_silence_s", "cluster.stop_wait_s"} <= ALLOWED
     known = {f"{part}.{n}" for part, f in MilesConfig.model_fields.items() for n in fields_of(f)}
     assert known > ALLOWED - {"preset"}
 
