@@ -62,6 +62,12 @@ def _kl_errors(training: TrainingConfig) -> list[str]:
             "training.use_unbiased_kl: it changes the KL in the loss, and kl_loss_coef is 0; set "
             "--kl-loss-coef or leave it out"
         )
+    if training.kl_loss_coef == 0 and training.kl_coef == 0:
+        errors += [
+            f"training.{name}: no KL is computed while kl_loss_coef and kl_coef are 0, so it has "
+            "no effect; set --kl-loss-coef or --kl-coef, or leave it out"
+            for name in _changed(training, ("kl_loss_type",))
+        ]
     if training.kl_loss_type == "k1" and training.kl_loss_coef > 0 and not training.use_unbiased_kl:
         errors.append(
             "training.kl_loss_type: as a loss k1 has a gradient whose expectation is zero, so it "

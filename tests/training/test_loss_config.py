@@ -27,6 +27,7 @@ REFUSED = [
         "kl_loss_coef is 0",
     ),
     ({"kl_loss_type": "k1"}, 4, "training.kl_loss_type", "expectation is zero"),
+    ({"kl_loss_type": "k3", "kl_loss_coef": 0}, 4, "training.kl_loss_type", "no KL is computed"),
     ({"loss_aggregation": "constant"}, 4, "training.loss_constant_length", "needs it"),
     ({"loss_constant_length": 9}, 4, "training.loss_constant_length", "no other uses it"),
     ({"tis_mode": "mis"}, 4, "training.tis_mode", "no effect"),
