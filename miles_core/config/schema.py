@@ -26,7 +26,7 @@ class Section(BaseModel):
     @classmethod
     def _fits_into_json(cls, value: Any) -> Any:
         if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
-            raise ValueError(f"must be <= {LARGEST_INTEGER}, is {value}")
+            raise ValueError(f"must lie within +-{LARGEST_INTEGER}, is {value}")
         return value
 
 

@@ -144,6 +144,14 @@ def test_a_lost_head_or_guardian_is_replaced_for_the_next_attempt(
     assert killed[0]() == []
 
 
+def submit(run: RunDir) -> None:
+    """Start the local cluster and the run's job; nobody follows it."""
+    local_client.start(run, run.load_config())
+    cluster = local_client.wait_ready(run, run.load_config())
+    with cluster.jobs() as jobs:
+        supervise.attach_or_submit(jobs, run, standin_driver.entrypoint)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("supervised", [True, False])
 def test_stop_ends_everything_and_can_be_repeated(make_run: MakeRun, supervised: bool) -> None:
@@ -161,10 +169,7 @@ def test_stop_ends_everything_and_can_be_repeated(make_run: MakeRun, supervised:
         thread = threading.Thread(target=drive)
         thread.start()
     else:
-        local_client.start(run, run.load_config())
-        cluster = local_client.wait_ready(run, run.load_config())
-        with cluster.jobs() as jobs:
-            supervise.attach_or_submit(jobs, run, standin_driver.entrypoint)
+        submit(run)
     wait_for(lambda: len(trained(run)) >= 1)
     look = marked(run)
     assert stop_run(run, "asked by a test")
@@ -183,10 +188,7 @@ def test_a_job_has_the_configured_time_to_save(
     make_run: MakeRun, stop_wait_s: float, ends_well: bool
 ) -> None:
     run = make_run({"steps": 60, "seconds": 1.0, "save_seconds": 22}, stop_wait_s=stop_wait_s)
-    local_client.start(run, run.load_config())
-    cluster = local_client.wait_ready(run, run.load_config())
-    with cluster.jobs() as jobs:
-        supervise.attach_or_submit(jobs, run, standin_driver.entrypoint)
+    submit(run)
     wait_for(lambda: len(trained(run)) >= 1)
     look = marked(run)
     started = time.monotonic()
